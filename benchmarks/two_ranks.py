@@ -11,11 +11,11 @@ import gc
 import json
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers
@@ -61,29 +61,15 @@ def measure(args: argparse.Namespace, ranks: int, accelerator: Accelerator) -> d
     return {"seconds": seconds[1:], "peak": most / 1024}
 
 
-def run(args: argparse.Namespace, ranks: int) -> dict[str, object]:
+def run(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Measure in processes of their own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     # freed memory is given back at once, so that the peak is what a step needs
     known = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    if ranks > 1:
-        known |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
-    command = [sys.executable, __file__, "--ranks", str(ranks)]
-    command += [f"--{name}={getattr(args, name)}" for name in ("tokens", "hidden", "layers", "steps")]
-    processes = []
-    for rank in range(ranks):
-        own = known | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-        processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True))
-    printed = [process.communicate()[0] for process in processes]
-    assert not any(process.returncode for process in processes)
-    found: dict[str, object] = json.loads(printed[0].splitlines()[-1])
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    settings = [f"--{name}={getattr(args, name)}" for name in ("tokens", "hidden", "layers", "steps")]
+    command = [sys.executable, *launch, __file__, "--ranks", str(ranks), *settings]
+    done = subprocess.run(command, env=known, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -8,6 +8,7 @@ import common
 import datasets
 import dpo
 import grpo
+import long_context
 import mlm
 import numpy as np
 import pretrain_bucket
@@ -81,6 +82,7 @@ RUNS = {
     sft: (prompts(), ("--max_tokens", 80, *CPU, "--model_name_or_path", "{model}"), "2 x "),
     accelerate_loop: (texts(80), ("--max_tokens", 512, "--loss", "sequence", "--model", "{model}"), "evaluation loss "),
     pretrain_bucket: (texts(300), BUCKETS, "of the last "),
+    long_context: (texts(300), ("--max_tokens", 40, "--model", "{model}"), "on held-out documents"),
 }
 """Of each recipe: rows, flags, and what one of two processes prints once at the end."""
 MAIN = {recipe.__name__: recipe.main for recipe in RUNS}
@@ -220,6 +222,12 @@ REFUSED = [
     ("dpo", [{"prompt": "a", "chosen": "b"}], (), "--data: expected columns chosen, rejected, got no rejected"),
     ("grpo", [{"text": "a"}], (), "--data: expected columns prompt, got no prompt"),
     ("reward", [{"text": "a"}], (), "--data: expected columns chosen, rejected, got no chosen"),
+    (
+        "long_context",
+        None,
+        ("--compare", "--max_ranks_per_document", 2, "--gradient_accumulation_steps", 3),
+        "--gradient_accumulation_steps: expected n x 2 with --compare, got 3",
+    ),
     ("mlm", [{"prompt": "a"}], (), "--data: expected columns text, got no text"),
     ("mlm", None, ("--model", MODEL), "--model: expected one whose tokenizer has a mask token"),
     ("mlm", None, ("--mlm_probability", "1.5"), "mlm_probability should be between 0 and 1"),
@@ -314,6 +322,25 @@ def test_two_processes(recipe, tmp_path):
         code, said = run(*short, *first, "--learning_rate", 1)
         assert code == 1
         assert said.count("--learning_rate: expected") == 1
+
+
+def test_long_documents_have_the_losses_that_they_have_on_one_process(tmp_path):
+    flags = flags_of("long_context", tmp_path, "--max_steps", 3, "--compare")
+    done = run_script(RECIPES / "long_context.py", *flags, ranks=2, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    before, table = done.stdout.split("loss with documents on up to 2 processes   on one\n")
+    assert int(before.split("blocks of 2 ranks: ")[1].split()[0]) > 50
+    losses = np.array([line.split()[-2:] for line in table.splitlines()], dtype=float)
+    assert len({*losses[:, 0]}) == 3 + 1  # steps and evaluation
+    assert losses[:, 0] == pytest.approx(losses[:, 1], abs=2e-6)
+
+
+def test_some_functions_are_joined_to_long_documents(monkeypatch):
+    texts = [f"function {number}" for number in range(500)]
+    monkeypatch.setattr(common, "functions", lambda: datasets.Dataset.from_dict({"text": texts}))
+    joined = long_context.long_and_short()["text"]
+    assert "\n".join(joined).split("\n") == texts
+    assert {text.count("\n") + 1 for text in joined[:-1]} == {1, 2, 4, 20}
 
 
 FUNCTIONS = [

@@ -30,6 +30,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "optimal.png": draw_strategies.optimal,
     "packed_row.png": draw_training.packed_row,
     "packing.png": draw_training.packing,
+    "ranks_per_document.png": draw_training.ranks_per_document,
     "routes.png": draw_training.routes,
     "shards.png": draw_training.shards,
     "shared_prefixes.png": draw_trees.shared_prefixes,

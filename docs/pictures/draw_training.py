@@ -17,6 +17,7 @@ from canvas import (
     arrow,
     box,
     draw_box,
+    draw_empty,
     draw_rows,
     draw_segments,
     figure_of,
@@ -208,6 +209,44 @@ def token_budget() -> Figure:
         each.set(xlim=(-0.13 * longest, longest * 1.01), ylim=(0.95 - ranks - 1.2, 0.95))
     words = "A color is a micro-batch on each rank; its width is its work, attention and all else. Gray is waiting."
     note(axes[0], 0, 0.1 - ranks, words)
+    return figure
+
+
+def ranks_per_document() -> Figure:
+    """A row on a block of four ranks: which tokens each rank holds, and its attention work."""
+    lengths, ranks, thousand = np.array([40, 10, 6, 4, 2, 1, 1]) * 1024, 4, 1024
+    layout = hfp.TokenBudget(16 * thousand, max_ranks_per_document=ranks).lay_out(lengths)
+    row, begins = int(lengths.sum()), np.cumsum(lengths) - lengths
+    figure, axes = figure_of(2, (14, 4.2), width_ratios=[2.5, 1])
+    draw_segments(axes[0], list(enumerate((lengths // thousand).tolist())), 0, 0.35)
+    note(axes[0], -0.6, 0.35 + HEIGHT / 2, "the row", ha="right", color=INK)
+    for number, length in enumerate(lengths[:4] // thousand):
+        note(axes[0], begins[number] / thousand + length / 2, 1.4, f"{length}k", ha="center")
+    work, pieces = np.zeros(ranks), layout.pieces
+    largest = layout.attention_cost.max()
+    for rank in range(ranks):
+        draw_empty(axes[0], 0, -1 - rank, row / thousand)
+        note(axes[0], -0.6, -1 - rank + HEIGHT / 2, f"rank {rank}", ha="right", color=INK)
+        note(axes[0], row / thousand + 0.6, -1 - rank + HEIGHT / 2, f"{layout.tokens[rank] // thousand}k")
+    for rank, document, start, length in zip(layout.rank, pieces.document, pieces.start, pieces.length, strict=True):
+        draw_segments(axes[0], [(document, length / thousand)], (begins[document] + start) / thousand, -1 - rank)
+        cost = ((start + length) ** 2 - start**2) / largest
+        draw_box(axes[1], work[rank], -1 - rank, cost, COLORS[document], "")
+        work[rank] += cost
+    of_token = np.concatenate([2 * np.arange(length) + 1 for length in lengths]) / largest
+    equal = of_token.reshape(ranks, -1).sum(axis=1)
+    for rank, cost in enumerate(equal):
+        outline = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.4, "linestyle": (0, (3, 2))}
+        axes[1].add_patch(Rectangle((0, -1 - rank), cost, HEIGHT, **outline))
+    busy, busy_if_equal = work.mean() / work.max(), equal.mean() / equal.max()
+    axes[0].set(xlim=(-6, row / thousand + 4), ylim=(-4.1, 1.6))
+    axes[1].set(xlim=(-0.02, equal.max() * 1.02), ylim=(-4.1, 1.6))
+    note(axes[1], 0, 0.35 + HEIGHT / 2, f"Dashed: equal slices of the row, {busy_if_equal:.0%}", color=INK)
+    title(
+        axes[0],
+        f"A row of {row // thousand}k tokens on a block of four ranks, {layout.tokens.max() // thousand}k on each",
+    )
+    title(axes[1], f"Attention work: ranks are {busy:.0%} busy")
     return figure
 
 

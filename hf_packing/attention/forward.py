@@ -75,7 +75,8 @@ from hf_packing.attention.route import (
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
 from hf_packing.attention.split_row import SplitLayout
 from hf_packing.batch.loader import check_loader
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, MAX_LENGTHS, PARENTS, SEQ_LENGTHS
+from hf_packing.batch.segments import part_in
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -331,7 +332,7 @@ class PatchedForward(ReplacedForward):
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
         refuse_earlier_tokens(inputs)
         facts, tokens = self.patch.facts, tokens_of(inputs)
-        if (part := getattr(inputs.get(MAX_LENGTHS[0]), "part", None)) is not None:
+        if part := part_in(inputs):
             if facts.ranks_per_row != part.layout.num_ranks:
                 raise PackingError(
                     f"max_ranks_per_document: expected 1, since it is not proven that {type(self.model).__name__} runs "

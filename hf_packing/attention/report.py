@@ -25,6 +25,7 @@ from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.batch.segments import part_in
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.strategies.sequential import FixedLength
 
@@ -232,6 +233,10 @@ def _check_trees(model: PreTrainedModel) -> IsolationReport:
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
     """Check isolation on a batch in evaluation mode and, if documents are isolated, in training mode."""
+    if part_in(batch):
+        raise PackingError(
+            "batch: expected whole documents, got a part of a row; training proves rows on several ranks"
+        )
     proofs = [prove_on_batch(model, batch, training=False)]
     if proofs[0].documents < 2:
         raise PackingError(f"batch: expected several documents, got one document of {proofs[0].tokens} tokens")

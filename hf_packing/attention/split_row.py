@@ -57,8 +57,11 @@ class SplitLayout(Layout):
 @cache
 def block_of(ranks: int) -> Any:
     """Return the process group of this rank's block: the consecutive ranks that run a row together. The first call
-    makes the groups of all blocks, so all ranks make it together."""
-    return dist.new_subgroups(group_size=ranks)[0]  # type: ignore[no-untyped-call]
+    makes the groups of all blocks, with the time-out of the default group, so all ranks make it together."""
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return dist.new_subgroups(group_size=ranks, timeout=timeout)[0]  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False)

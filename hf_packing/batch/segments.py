@@ -226,13 +226,19 @@ def part_of(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
         >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8, 9]}, {"input_ids": [1, 2]}])
         >>> own = part_of(batch, RowPart(lay_out([5, 2], ranks=2, max_tokens=4), rank=0))
         >>> own["input_ids"].tolist(), own["position_ids"].tolist(), own["cu_seq_lens_q"].tolist()
-        ([[5, 9, 1, 2]], [[0, 4, 0, 1]], [0, 1, 2, 4])
+        ([[5, 6, 9]], [[0, 1, 4]], [0, 2, 3])
     """
     places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
     own = {name: values[:, places] for name, values in batch.items() if name not in _OF_SEGMENTS}
     borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(batch[CU_SEQ_LENS[0]].dtype)
     known = LongestSegment(max(lengths), lengths, part=part)
     return {**own, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
+
+
+def part_in(batch: Mapping[str, Any]) -> RowPart | None:
+    """Return which part of a row a batch is, if several ranks run the row together; else None."""
+    part: RowPart | None = getattr(batch.get(MAX_LENGTHS[0]), "part", None)
+    return part
 
 
 def check_shapes(tokens: Any, max_segments: Any) -> tuple[int, int]:

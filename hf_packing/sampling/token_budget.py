@@ -78,9 +78,10 @@ class TokenBudget(Batching):
             piece counts as a document, also for loss="sequence". Evaluation does not cut.
         overflow: treatment of a row with more than max_tokens * max_ranks_per_document tokens, or max_documents
             documents: "error" or "drop"; for documents also "split" or "truncate".
-        max_ranks_per_document: the most ranks that one document may be on, which divides the number of ranks; 1 to keep
-            every document on one rank. Not with max_documents, max_patches or share_prefixes, and not for batches of
-            fixed shapes.
+        max_ranks_per_document: the most ranks that one document may be on, for documents of up to max_tokens *
+            max_ranks_per_document tokens. It has to divide the number of ranks. 1 keeps every document on one rank. Not
+            with max_documents, max_patches, share_prefixes or length_schedule, and not for streams, rows of trees or
+            batches of fixed shapes.
         share_prefixes: True for documents that begin with the same tokens, such as several answers to one prompt: a
             shared prefix is computed once, in trees of at most max_tokens tokens. An integer is the fewest tokens to
             share; True means 16. Documents of a tree are in one micro-batch. In a stream, documents of a window share
@@ -101,6 +102,9 @@ class TokenBudget(Batching):
         >>> plan = TokenBudget(8).plan(sizes_of_documents(np.array([5, 3, 2, 6, 4, 4])), Epoch(0, world_size=2))
         >>> plan.num_micro_batches, plan.num_copies, sorted(plan.rows.tolist())
         (2, 0, [0, 1, 2, 3, 4, 5])
+        >>> budget = TokenBudget(8, max_ranks_per_document=2)  # on two ranks, documents of up to 16 tokens
+        >>> budget.lay_out(np.array([13, 3])).tokens.tolist()
+        [8, 8]
     """
 
     max_tokens: int

@@ -11,7 +11,7 @@ from typing import Any, overload
 import datasets
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
+from hf_packing.attention import ProveInTraining, block_of, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import check_choice, refuse_older
 from hf_packing.columns import SEGMENT_COLUMNS
@@ -171,6 +171,8 @@ def attach(
         return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, plain)
 
     state, kind = on_all_ranks(plan)
+    if state.batching.ranks_per_block > 1:
+        block_of(state.batching.ranks_per_block)  # now, since a rank may make a loader alone
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))
         summary = on_all_ranks(lambda _: state.summary(plain))

@@ -351,8 +351,9 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
         if reduction == "none" or options["label_smoothing"] or not is_whole:
             raise PackingError(
                 "loss: expected a cross-entropy of the logits of all tokens of a batch, with reduction='sum' or 'mean' "
-                "and without label smoothing, for loss='sequence' and for documents that share prefixes; another one "
-                "cannot be weighted. Use loss='token' and no shared prefixes"
+                "and without label smoothing, for loss='sequence' and for documents that share prefixes or are on "
+                "several ranks; another one cannot be weighted. Use loss='token', no shared prefixes and "
+                "max_ranks_per_document=1"
             )
     elif reduction == "none":
         rows = torch.arange(len(target), device=target.device)

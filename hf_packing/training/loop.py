@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_packing.attention import (
     ProveInTraining,
+    block_of,
     check_patched,
     in_mode,
     inner_model,
@@ -106,7 +107,7 @@ def prepare_dataloader(
 
     def plan(planned_from: PlannedFrom) -> tuple[Batching, Source, PackingCollator]:
         check_accelerator(accelerator)
-        if model is None and batching.ranks_per_block > 1:
+        if model is None and check_batching(batching).ranks_per_block > 1:
             raise PackingError("model: expected the model that is trained, for documents on several ranks, got None")
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
         if shapes != (None, None):
@@ -127,6 +128,8 @@ def prepare_dataloader(
         return balanced, source, collator_for(model, *shapes)
 
     balanced, source, collator = on_all_ranks(plan)
+    if balanced.ranks_per_block > 1:
+        block_of(balanced.ranks_per_block)
 
     def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:

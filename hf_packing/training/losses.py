@@ -30,7 +30,6 @@ from hf_packing.columns import (
     ENDS,
     IGNORED_LABEL,
     LABELS,
-    MAX_LENGTHS,
     PARENTS,
     SEGMENT_LENGTHS,
     TRAINED,
@@ -58,11 +57,6 @@ the documents; and to parts of rows on several ranks: the counts of the part."""
 
 TREE_KEYS_OF_THE_LOSS = (ENDS, TRAINED, TREE_LABELS)
 """The keys of a batch of trees that say what to train on, which a model does not need."""
-
-
-def is_part(batch: Batch) -> bool:
-    """Return whether a batch is the part that one of several ranks has of a row."""
-    return getattr(batch.get(MAX_LENGTHS[0]), "part", None) is not None
 
 
 def labels_key(batch: Batch) -> str:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hf_packing.attention import (
     Proof,
     ProveInTraining,
+    check_patched,
     has_local_weights,
     inner_model,
     input_device,
@@ -36,12 +37,12 @@ from hf_packing.attention import (
     share_prefixes,
     unpatched_on_error,
 )
+from hf_packing.batch.segments import part_in
 from hf_packing.checks import check_choice
-from hf_packing.columns import MAX_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
-from hf_packing.training.losses import Batch, documents_in, is_part
+from hf_packing.training.losses import Batch, documents_in
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.training.ranks import on_all_ranks
 
@@ -238,12 +239,12 @@ class FirstBatchProof:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
             PackingError: the proof raised an error on another rank, of ranks that do not shard the model.
         """
-        if mode in self.proofs:
-            return
         prove = partial(prove_on_batch, model, batch, training=mode == "training")
-        if is_part(batch):
-            prove = partial(prove_split_rows, model, batch[MAX_LENGTHS[0]].part.layout.num_ranks)
-        elif not reduce((documents_in(batch) > 1).int(), reduction="sum"):
+        if part := part_in(batch):
+            if check_patched(model).facts.ranks_per_row == part.layout.num_ranks:  # proven once for both modes
+                return
+            prove = partial(prove_split_rows, model, part.layout.num_ranks)
+        elif mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
         # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
         has_all_weights = has_local_weights(inner_model(model))

@@ -33,6 +33,7 @@ from hf_packing.attention import (
     sees_labels,
 )
 from hf_packing.batch.collate import PackingCollator, is_tree_batch, read_integers
+from hf_packing.batch.segments import part_in
 from hf_packing.checks import check_choice, check_whole_number
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS, SEQ_IDX
 from hf_packing.errors import PackingError
@@ -339,8 +340,8 @@ def document_logps(model: nn.Module, batch: Batch) -> Tensor:
         the segments, without those that only fill fixed shapes. In a batch of trees, they are in the order of `ends`.
 
     Raises:
-        PackingError: the batch has no labels or borders; or the model is not patched, or is not a causal language
-            model.
+        PackingError: the batch has no labels or borders, or is a part of a row on several ranks; or the model is not
+            patched, or is not a causal language model.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -353,6 +354,8 @@ def document_logps(model: nn.Module, batch: Batch) -> Tensor:
         >>> loss.backward()
     """
     check_keys(batch)
+    if part_in(batch):
+        raise PackingError("batch: expected whole documents, got a part of a row; train without max_ranks_per_document")
     labels = batch[labels_key(batch)]
     check_patched(model)
     check_predicts_next(model)

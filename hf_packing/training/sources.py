@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import block_of, inner_model
+from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator, numbers_in
 from hf_packing.columns import (
     COMPLETION_MASK,
@@ -31,6 +31,7 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
 )
+from hf_packing.errors import PackingError
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
@@ -160,7 +161,6 @@ class PackedRows:
         made: Any = collate
         if (ranks := self.sampler.batching.ranks_per_block) > 1:
             assert isinstance(self.batching, TokenBudget)
-            block_of(ranks)  # all ranks make the groups of all blocks here
             made = PartCollator(collate, self.batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
         batches: DataLoader[Any] = batches_loader(rows, self.sampler, made, **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
@@ -223,6 +223,9 @@ def open_source(
         planned_from.note_settings(**{name: rows})
         return rows
     check_map_style(name, dataset)
+    together = 1 if in_order is not None or batching is None else batching.ranks_per_block
+    if together > 1 and world_size < accelerator.num_processes:
+        raise PackingError(f"max_ranks_per_document: expected 1 with tensor parallelism, got {together}")
     plans, more = in_order or batching, passed_on(dataset, reading.takes)
     assert plans is not None
     if plans.fewest_shared is not None:

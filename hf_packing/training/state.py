@@ -237,11 +237,12 @@ class AttachedPacks(Attached):
         self.source.count_labels(self.collator)
 
     def _check_rows(self, trainer: Trainer, source: Source) -> None:
-        """Check that the model takes the rows, and that the loss can be that of rows of trees: the cross-entropy."""
+        """Check that the model takes the rows, and that the loss can be that of rows of trees and of rows on several
+        ranks: the cross-entropy."""
         check_takes_rows(trainer.model, source, self.batching, self.shapes)
-        if not source.shares_prefixes:
+        if not source.shares_prefixes and self.batching.ranks_per_block == 1:
             return
-        if self.reading.masking is not None:
+        if source.shares_prefixes and self.reading.masking is not None:
             raise PackingError(
                 f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
                 f"{type(self.own_collator).__name__} with mlm=True"
@@ -251,9 +252,10 @@ class AttachedPacks(Attached):
         computes = args.loss_type == "nll" if self.sums_log_probs else self.kind.compute_loss is Trainer.compute_loss
         if not is_stock or not computes:
             raise PackingError(
-                "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach "
-                f"computes, but {self.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, "
-                "loss_type or use_liger_kernel of its own; train without share_prefixes"
+                "trainer: expected the cross-entropy as the loss for documents that share prefixes or are on several "
+                f"ranks, which attach computes, but {self.kind.__name__} has a compute_loss, compute_loss_func, "
+                "label_smoothing_factor, loss_type or use_liger_kernel of its own; train without share_prefixes and "
+                "max_ranks_per_document"
             )
 
 

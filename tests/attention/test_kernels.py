@@ -40,6 +40,8 @@ from hf_packing.attention.exact import TracedRow, attend_exactly
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel, fallbacks, kernel_of
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.route import route_of
+from hf_packing.attention.split_row import SplitLayout, exchange_of
+from hf_packing.planning.rank_layout import RowPart, lay_out
 from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
 from tools.tiny_model import tiny_model
@@ -90,6 +92,8 @@ EXACT = "exact attention, segment by segment"
         (TORCH_KERNEL, call(head_dim=512), "takes head dimensions up to 256"),
         (TORCH_KERNEL, call("chunk"), "takes no chunk"),
         (TORCH_KERNEL, call("window"), ""),
+        (TORCH_KERNEL, call("row on several ranks", "window"), ""),
+        (TORCH_KERNEL, call("row on several ranks", "window on both sides"), "takes no window on both sides"),
         ("flash-attn 3", call("dropout"), "takes no dropout"),
         ("kernels-community/vllm-flash-attn3", call("sinks"), "takes no sinks"),
     ],
@@ -97,6 +101,10 @@ EXACT = "exact attention, segment by segment"
 def test_what_the_newest_kernels_take(name, asked, reason):
     assert stand_in(name, [*KNOWN[name].values()][-1]).refusal(asked) == reason
     assert VarlenKernel(name, lambda: None).refusal(asked) == "not installed"
+
+
+def test_flex_attention_takes_no_rows_on_several_ranks():
+    assert FlexKernel().refusal(call("row on several ranks")) == "takes no row on several ranks"
 
 
 def test_dropout_and_determinism_are_passed_on():
@@ -285,6 +293,24 @@ def test_keys_are_gathered_along_paths(forest, window, most):
         patch.setattr(kernels, "MOST_KEYS", most)
         ours = stand_in("flash-attn 2", NEWEST).attend(*inputs, row, **how)
         assert_equal_with_gradients(ours, attend_exactly(*inputs, row, **how), inputs)
+
+
+@pytest.mark.parametrize(("name", "signature"), VARLEN)
+@pytest.mark.parametrize("how", [{"is_causal": True}, {"is_causal": True, "window": 3}, {"is_causal": False}], ids=str)
+def test_the_parts_of_a_row_on_several_ranks_are_right_or_refused(name, signature, how):
+    """A piece of a document has fewer queries than keys."""
+    kernel, window = stand_in(name, signature), how.get("window")
+    if kernel.refusal(call(*({"window"} & how.keys()))):
+        return
+    lengths = [9, 1, 14, 6]
+    layout, inputs = lay_out(lengths, 3, 11, linear_cost=0), tensors(tokens=sum(lengths))
+    whole = attend_exactly(*inputs, Layout.of(lengths), scale=0.3, **how)
+    for rank in range(3):
+        row = SplitLayout.of_part(RowPart(layout, rank), torch.device("cpu"), how["is_causal"])
+        own, seen = layout.places(rank), exchange_of(row, how["is_causal"], window, None).seen
+        assert len(own) < len(seen)
+        query, key, value = (each[:, :, places] for each, places in zip(inputs, (own, seen, seen), strict=True))
+        assert_equal_with_gradients(kernel.attend(query, key, value, row, scale=0.3, **how), whole[:, :, own], inputs)
 
 
 def test_the_keys_of_a_chat_are_gathered_once():

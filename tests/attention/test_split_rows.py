@@ -2,16 +2,20 @@
 
 import json
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from peft import LoraConfig, get_peft_model
 from processes import on_ranks
+from tiers import slow
+from tiny_models import enable_checkpointing
 
 import hf_packing as hfp
-from hf_packing.attention import route_of
+from hf_packing.attention import inner_model, route_of
 from hf_packing.attention.split_row import block_of
 from hf_packing.batch.segments import part_of
 from hf_packing.columns import MAX_LENGTHS
@@ -20,18 +24,16 @@ from hf_packing.planning.rank_layout import RankLayout, RowPart, lay_out, plan_e
 from tools.tiny_model import tiny_model
 
 WINDOW = {"sliding_window": 6}
+FACTORS = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONG_ROPE = {"rope_parameters": FACTORS, "original_max_position_embeddings": 24}
+"""Other positions in documents of more than 24 tokens than in shorter ones."""
 CASES = {
     "gpt2": ("gpt2", "causal", {}),
     "llama": ("llama", "causal", {}),
-    "llama, scales by document": (
-        "llama",
-        "causal",
-        {
-            "max_position_embeddings": 16,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-        },
-    ),
+    "llama, checkpointing": ("llama", "causal", {}),
+    "llama, LoRA": ("llama", "causal", {}),
     "qwen3": ("qwen3", "causal", {}),
+    "phi3, scaled positions": ("phi3", "causal", LONG_ROPE),
     "mistral, windows": ("mistral", "causal", WINDOW),
     "gemma2, soft caps, windows": ("gemma2", "causal", WINDOW),
     "gpt_oss, sinks": ("gpt_oss", "causal", WINDOW),
@@ -46,9 +48,12 @@ CASES = {
     "bert": ("bert", "masked", {}),
     "modernbert, windows": ("modernbert", "masked", {"local_attention": 8}),
 }
+FAST = ["llama", "llama, checkpointing", "gpt_oss, sinks", "mamba", "bert"]
 ROWS = {
     "odd lengths, one-token documents": ([7, 1, 13, 9, 1, 6], None),
     "a document over all ranks": ([1, 29, 3], None),
+    "a document over three ranks of four": ([3, 20, 9], None),
+    "borders on the edges of slices": ([8, 16, 8], None),
     "no exchange": ([8, 8, 8, 8], None),
     "uneven slices": ([7, 1, 13, 9, 1, 6], [3, 4, 20]),
     "planned": ([23, 2, 1, 4, 3, 2, 6], "planned"),
@@ -107,8 +112,13 @@ def compare(folder, names):
         architecture, kind, changes = CASES[name]
         model = tiny_model(architecture, kind, **changes).double().train()
         model.set_experts_implementation("eager")  # the grouped one has no float64
+        if name.endswith("checkpointing"):
+            enable_checkpointing(model)
+        if name.endswith("LoRA"):
+            adapters = LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+            model = get_peft_model(model, adapters).double()
         hfp.patch_model(model)
-        facts = route_of(model).facts
+        facts = route_of(inner_model(model)).facts
         facts.ranks_per_row = ranks
         for row, (lengths, cuts) in ROWS.items():
             generator = np.random.default_rng(0)
@@ -120,24 +130,34 @@ def compare(folder, names):
             part = part_of(batch, RowPart(layout, rank))
             with all_float64():
                 expected, wanted = run(model, batch, weights)
-                logits, own = run(model, part, weights[places])
-            largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-            apart = 0.0
-            for each, gradient in wanted.items():
-                got = own.get(each, torch.zeros_like(gradient))
-                dist.all_reduce(got)
-                apart = max(apart, float((got - gradient).abs().max()) / largest)
+                with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+                    logits, own = run(model, part, weights[places])
+            gradients = torch.cat([gradient.flatten() for gradient in wanted.values()])
+            got = torch.cat([own.get(each, torch.zeros_like(like)).flatten() for each, like in wanted.items()])
+            dist.all_reduce(got)
+            apart = float((got - gradients).abs().max() / gradients.abs().max())
             without = run(model, alone(part), weights[places])[0] if needs_others(layout) else expected[places] + 1
             changed = (without - expected[places]).abs().max() > 1e-3
             dist.all_reduce(seen := changed.int(), op=dist.ReduceOp.MAX)
-            found[f"{name}: {row}"] = float((logits - expected[places]).abs().max()), apart, bool(seen)
+            apart = max(apart, float((logits - expected[places]).abs().max()))
+            found[f"{name}: {row}"] = apart, bool(seen), exchange.call_count
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_outputs_and_gradients_are_those_of_one_rank(ranks, tmp_path):
-    on_ranks(compare, tmp_path, [*CASES], ranks=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, FAST), slow(2, [name for name in CASES if name not in FAST]), slow(4, [*CASES])],
+    ids=["few models on 2", "other models on 2", "all models on 4"],
+)
+def test_outputs_and_gradients_are_those_of_one_rank(ranks, names, tmp_path):
+    """The exchange runs again where a checkpointed layer does."""
+    on_ranks(compare, tmp_path, names, ranks=ranks)
     for rank in range(ranks):
-        for name, (*apart, seen) in json.loads((tmp_path / f"{rank}.json").read_text()).items():
-            assert max(apart) < 1e-12, (name, apart)
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert len(found) == len(names) * len(ROWS)
+        for name, (apart, seen, _) in found.items():
+            assert apart < 1e-12, (name, apart)
             assert seen, f"{name} would also pass without an exchange"
+        if "llama" in names:
+            kept, again = (found[f"{name}: planned"][2] for name in ("llama", "llama, checkpointing"))
+            assert 2 * again == 3 * kept > 0

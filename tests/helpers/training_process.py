@@ -33,6 +33,7 @@ SETTINGS = {
     "share_prefixes": False,
     "packed": 0,
     "max_tokens": 64,
+    "max_ranks": 1,
     "match_documents_per_step": None,
     "accumulation": 1,
     "epochs": 3,
@@ -137,6 +138,7 @@ def data_of(folder, settings):
 def budget_of(settings):
     shared = settings["share_prefixes"] and not settings["packed"]
     known = {"match_documents_per_step": settings["match_documents_per_step"], "share_prefixes": shared}
+    known["max_ranks_per_document"] = settings["max_ranks"]
     return hfp.TokenBudget(settings["max_tokens"], **known)
 
 

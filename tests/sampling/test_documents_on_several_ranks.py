@@ -49,15 +49,23 @@ def test_blocks_share_every_epoch_exactly(lengths, ranks, blocks, accumulation, 
         assert sum(is_copy for _, is_copy in rows) == plan.num_copies < blocks
 
 
-@given(lengths=LENGTHS, max_tokens=st.integers(120, 200), world_size=st.integers(1, 4), accumulation=st.integers(1, 3))
-def test_blocks_are_planned_like_ranks_with_more_tokens(lengths, max_tokens, world_size, accumulation):
+@given(
+    lengths=LENGTHS,
+    max_tokens=st.integers(120, 200),
+    ranks=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+)
+def test_blocks_are_planned_like_ranks_with_more_tokens(lengths, max_tokens, ranks, world_size, accumulation):
+    """So a block of one rank is planned like a rank."""
     sizes = sizes_of_documents(np.array(lengths))
     assume(np.count_nonzero(lengths) >= world_size)
-    alone = hfp.TokenBudget(3 * max_tokens).plan(sizes, Epoch(1, world_size, accumulation))
-    blocks = hfp.TokenBudget(max_tokens, max_ranks_per_document=3).plan(sizes, Epoch(1, 3 * world_size, accumulation))
+    alone = hfp.TokenBudget(ranks * max_tokens).plan(sizes, Epoch(1, world_size, accumulation))
+    budget = hfp.TokenBudget(max_tokens, max_ranks_per_document=ranks)
+    blocks = budget.plan(sizes, Epoch(1, ranks * world_size, accumulation))
     assert blocks.num_micro_batches == alone.num_micro_batches
-    for rank in range(3 * world_size):
-        assert list(blocks.micro_batches(rank)) == list(alone.micro_batches(rank // 3))
+    for rank in range(ranks * world_size):
+        assert list(blocks.micro_batches(rank)) == list(alone.micro_batches(rank // ranks))
 
 
 @given(lengths=LENGTHS, rows=st.integers(1, 9), blocks=st.integers(1, 4))

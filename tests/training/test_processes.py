@@ -177,26 +177,38 @@ def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(on_one_rank, tmp_path):
 
 
 TREES = {"documents": 12, "samples": 3, "share_prefixes": 2, "epochs": 5}
+ON_SEVERAL_RANKS = {"max_tokens": 24, "max_ranks": 2}
 RESUMED = {"documents": 40, "max_tokens": 96, "save_steps": 2}
 
 
 @pytest.mark.slow
 @RESUMES_ON_CPUS
 @pytest.mark.parametrize(
-    ("through", "more"), [*((each, {}) for each in THROUGH), ("trainer", TREES), ("loop", TREES)], ids=str
+    ("ranks", "through", "more"),
+    [
+        *((2, each, {}) for each in THROUGH),
+        *((ranks, each, more) for ranks, more in ((2, TREES), (4, ON_SEVERAL_RANKS)) for each in ("trainer", "loop")),
+    ],
+    ids=str,
 )
-def test_killed_on_two_ranks_and_resumed_bit_for_bit(tmp_path, through, more):
+def test_killed_and_resumed_on_as_many_ranks(tmp_path, ranks, through, more):
+    """Bit for bit on two ranks. In which order more of them sum gradients depends on DDP, which forms other buckets
+    after its first step."""
     settings = {**RESUMED, "through": through, **more}
-    run(tmp_path, {"whole": settings}, ranks=2)
-    run(tmp_path, {"killed": settings | {"kill": True, "stop_at": 5}}, ranks=2, fails=True)
-    run(tmp_path, {"killed": settings | {"resume": True}}, ranks=2)
+    run(tmp_path, {"whole": settings}, ranks)
+    run(tmp_path, {"killed": settings | {"kill": True, "stop_at": 5}}, ranks, fails=True)
+    run(tmp_path, {"killed": settings | {"resume": True}}, ranks)
     assert len(losses(tmp_path / "whole")) > 8
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6 if ranks > 2 else 0, abs=0)
     steps = documents_of_steps(tmp_path / "whole")
     assert documents_of_steps(tmp_path / "killed") == steps
     rows = documents(settings["documents"], settings.get("samples", 1)).to_dict()
     trained = {tuple(ids) for ids, labels in zip(*rows.values(), strict=True) if set(labels[1:]) != {-100}}
-    assert set().union(*steps.values()) == trained
+    found = set().union(*steps.values())
+    if "max_ranks" in more:  # found are the pieces of documents
+        assert not found <= trained
+    else:
+        assert found == trained
 
 
 @pytest.mark.slow

@@ -1,33 +1,47 @@
 """Documents on several ranks: steps, logs and checkpoints are those of one process that has room for all."""
 
 import json
+import os
+import time
+from datetime import timedelta
+from itertools import islice
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from chunks import chunks_of
+from peft import LoraConfig, get_peft_model
 from processes import on_ranks
+from tiers import slow
 from tiny_models import build
 from torch.distributed.fsdp import fully_shard
-from trainers import logged, trainer_of
-from transformers import Trainer
+from trainers import Plain, tokenizer, trainer_of
+from transformers import DataCollatorForLanguageModeling, Trainer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from tree_rows import tree_row
 from trl import SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.attention import inner_model
 from tools.tiny_model import tiny_model
 
-MICRO_BATCHES = 4
-LENGTHS = [70, 5, 9, 30, 3, 12, 25, 1, 8, 44, 6, 7, 61, 2, 10, 20] * 4
+MICRO_BATCHES, STEPS = 4, 5
+LENGTHS = [70, 5, 9, 30, 3, 12, 25, 1, 8, 44, 6, 7, 61, 2, 10, 20] * 6
+EVALUATED = [9, 70, 30, 12, 5]
 ROW = 96
 
 
-def documents(lengths=LENGTHS):
+def documents(lengths=LENGTHS, labels="some"):
+    """Documents with labels for "some" of their tokens, for the "last" one, or with "no" labels."""
     generator = np.random.default_rng(0)
     rows = []
     for length in lengths:
         ids = generator.integers(8, 100, length)
-        rows.append({"input_ids": ids, "labels": np.where(generator.random(length) < 0.3, -100, ids)})
+        is_left_out = generator.random(length) < 0.3 if labels == "some" else np.arange(length) < length - 1
+        rows.append({"input_ids": ids} | ({"labels": np.where(is_left_out, -100, ids)} if labels != "no" else {}))
     return datasets.Dataset.from_list(rows)
 
 
@@ -35,76 +49,128 @@ def budget(ranks):
     return hfp.TokenBudget(ROW // ranks, max_ranks_per_document=ranks)
 
 
-def trained(folder, through, ranks, loss, lengths=LENGTHS, architecture="Llama", **more):
-    """Train, and return the losses of the steps and the weights."""
-    world = PartialState(cpu=True).num_processes
-    accumulation = MICRO_BATCHES * ranks // world
-    model, data = build(architecture, torch.float64, num_hidden_layers=2), documents(lengths)
-    if through != "loop":
-        kind = SFTTrainer if through == "sft" else Trainer
-        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "gradient_accumulation_steps": accumulation}
-        trainer = trainer_of(folder, kind, model, data, **settings | more)
-        hfp.attach(trainer, budget(ranks), loss=loss)
-        return logged(trainer), [each.detach() for each in trainer.model.parameters()]
+def shard(model):
+    for each in (*model.model.layers, model):
+        fully_shard(each)
+
+
+def logs_of_trainer(folder, kind, model, data, ranks, loss, accumulation, fsdp, labels, **more):
+    settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": STEPS, "gradient_accumulation_steps": accumulation}
+    trainer = trainer_of(folder, kind, model, data, **settings, **more)
+    if labels == "no":
+        trainer.data_collator = DataCollatorForLanguageModeling(tokenizer(mask_token="w3"))
+    hfp.attach(trainer, budget(ranks), loss=loss)
+    if fsdp:
+        shard(trainer.model)
+        trainer.accelerator.prepare_model = lambda model, **_: model  # accelerate has FSDP for GPUs only
+    if trainer.is_world_process_zero():
+        next(iter(trainer.get_train_dataloader()))  # no other rank waits for it
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found = [[entry[name] for name in ("loss", "tokens_per_step", "documents_per_step")] for entry in logs]
+    return [*found, [trainer.evaluate(documents(EVALUATED, labels))["eval_loss"]] * 3]
+
+
+def losses_of_loop(model, data, ranks, loss, accumulation, fsdp):
+    """The losses of the steps and of an evaluation, and how many parts had no labels."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     loader = hfp.prepare_dataloader(accelerator, data, budget(ranks), model=model, loss=loss)
-    if more:  # FSDP
-        for each in (*model.model.layers, model):
-            fully_shard(each)
+    if fsdp:
+        shard(model)
         optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     else:
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for number, batch in enumerate(loader):
-        if number == 4 * accumulation:
-            break
+    losses, unlabeled = [], 0
+    for batch in islice(loader, STEPS * accumulation):
         with accelerator.accumulate(model):
             computed = hfp.compute_loss(model, batch)
             accelerator.backward(computed)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(accelerator.reduce(computed.detach(), reduction="mean").item())
-    weights = [each.full_tensor() if more else each for each in (weight.detach() for weight in model.parameters())]
-    return np.reshape(losses, (-1, accumulation)).mean(1).tolist(), weights
+        unlabeled += int((batch.get("targets", batch.get("labels")) == -100).all())
+    evaluated = hfp.evaluation_loss(accelerator, model, documents(EVALUATED))
+    losses = [*np.reshape(losses, (-1, accumulation)).mean(1).tolist(), evaluated]
+    return losses, accelerator.reduce(torch.tensor(unlabeled)).item()
 
 
 RUNS = {
-    "loop": ("loop", "token", {}),
-    "loop, sequence": ("loop", "sequence", {}),
-    "FSDP": ("loop", "token", {"fsdp": True}),
-    "Trainer": ("trainer", "token", {}),
-    "Trainer, sequence": ("trainer", "sequence", {}),
-    "checkpointing": ("trainer", "token", {"gradient_checkpointing": True}),
-    "SFTTrainer": ("sft", "token", {}),
-    "few tokens": ("loop", "token", {}),
+    "loop": {"through": "loop"},
+    "loop, sequence": {"through": "loop", "loss": "sequence"},
+    "loop, FSDP2": {"through": "loop", "fsdp": True},
+    "loop, in chunks": {"through": "loop", "in_chunks": True},
+    "loop, ranks without labels": {"through": "loop", "labels": "last"},
+    "loop, few tokens": {"through": "loop", "lengths": [1, 2, 1, 3, 2, 1]},
+    "Trainer": {},
+    "Trainer, sequence": {"loss": "sequence"},
+    "Trainer, FSDP2": {"fsdp": True},
+    "Trainer, in chunks": {"in_chunks": True},
+    "Trainer, LoRA": {"lora": True},
+    "Trainer, masked": {"architecture": "BertForMaskedLM", "labels": "no"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "SFTTrainer": {"through": "sft"},
+    "SFTTrainer, FSDP2": {"through": "sft", "fsdp": True},
 }
+FAST = ["loop, sequence", "loop, ranks without labels", "Trainer, FSDP2"]
+
+
+def train(
+    folder,
+    ranks,
+    *,
+    through="trainer",
+    loss="token",
+    architecture="Llama",
+    lengths=LENGTHS,
+    labels="some",
+    lora=False,
+    in_chunks=False,
+    fsdp=False,
+    **more,
+):
+    """Train and evaluate, and return the losses or logs, the weights, and how many parts had no labels."""
+    world = PartialState(cpu=True).num_processes
+    model, data, unlabeled = build(architecture, torch.float64, num_hidden_layers=2), documents(lengths, labels), 0
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    how = {"ranks": ranks, "loss": loss, "accumulation": MICRO_BATCHES * ranks // world, "fsdp": fsdp and ranks > 1}
+    with chunks_of(10 if in_chunks and ranks > 1 else 10_000, inner_model(model)) as chunks:
+        if through == "loop":
+            losses, unlabeled = losses_of_loop(model, data, **how)
+        else:
+            kind = SFTTrainer if through == "sft" else Trainer
+            losses = logs_of_trainer(folder, kind, model, data, **how, labels=labels, **more)
+    assert not in_chunks or ranks == 1 or len(chunks) > STEPS
+    if how["fsdp"]:
+        model.reshard()  # after evaluation
+    weights = [weight.full_tensor() if how["fsdp"] else weight for weight in model.parameters()]
+    return losses, [each.detach() for each in weights], unlabeled
 
 
 def train_all(folder, ranks, names):
     for name in names:
-        through, loss, more = RUNS[name]
-        lengths = [1, 2, 1, 3, 2, 1] if name == "few tokens" else LENGTHS
-        losses, weights = trained(folder / name, through, ranks, loss, lengths, **more)
+        found = train(folder / name, ranks, **RUNS[name])
         if PartialState().is_main_process:
-            torch.save((losses, weights), folder / f"{name}.pt")
+            torch.save(found, folder / f"{name}.pt")
 
 
-@pytest.fixture(scope="module")
-def on_one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    train_all(folder, 1, [name for name in RUNS if name != "FSDP"])
-    return folder
-
-
-@pytest.mark.parametrize(("world", "ranks"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_steps_are_those_of_one_process(world, ranks, on_one, tmp_path):
-    on_ranks(train_all, tmp_path, ranks, [*RUNS], ranks=world)
-    for name in RUNS:
-        losses, weights = torch.load(tmp_path / f"{name}.pt")
-        expected, wanted = torch.load(on_one / f"{'loop' if name == 'FSDP' else name}.pt")
-        close = 1e-6 if name == "SFTTrainer" else 1e-12  # it computes in float32
-        assert losses == pytest.approx(expected, rel=close if RUNS[name][0] == "loop" else 1e-6)  # logs are float32
-        assert max(float((one - other).abs().max()) for one, other in zip(weights, wanted, strict=True)) < close
+@pytest.mark.parametrize(
+    ("world", "ranks", "names"),
+    [(2, 2, FAST), slow(4, 2, [*RUNS]), slow(4, 4, [*RUNS])],
+    ids=["2", "4 in 2 blocks", "4"],
+)
+def test_steps_are_those_of_one_process(world, ranks, names, tmp_path):
+    train_all(tmp_path, 1, names)
+    expected = {name: torch.load(tmp_path / f"{name}.pt") for name in names}
+    on_ranks(train_all, tmp_path, ranks, names, ranks=world)
+    for name in names:
+        (losses, weights, unlabeled), (wanted, exact, _) = torch.load(tmp_path / f"{name}.pt"), expected[name]
+        # logs are rounded to float32, in which SFTTrainer computes
+        assert np.shape(losses)[0] == (2 if "few" in name else STEPS + 1)
+        assert np.allclose(losses, wanted, rtol=1e-12 if "loop" in name else 1e-6, atol=0), (name, losses, wanted)
+        close = 1e-6 if "SFT" in name else 1e-12
+        assert max(float((one - other).abs().max()) for one, other in zip(weights, exact, strict=True)) < close, name
+        assert unlabeled > 0 or "without labels" not in name
 
 
 def evaluated(folder, ranks):
@@ -136,49 +202,115 @@ def test_evaluation_is_that_of_one_process(tmp_path):
         assert part < 0.6 * whole
 
 
-def resume(folder, ranks):
-    """Train four steps; then once more from the checkpoint after two, in the middle of an epoch."""
-    found = []
-    for number in (0, 1):
-        model = build("Llama", torch.float64, num_hidden_layers=1)
-        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "gradient_accumulation_steps": 2}
-        trainer = trainer_of(folder, Trainer, model, documents(), save_strategy="steps", save_steps=2, **settings)
-        hfp.attach(trainer, budget(ranks))
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if number else None)
-        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    (folder / f"{PartialState().process_index}.json").write_text(json.dumps(found))
+def route(folder):
+    """The loss of routers on two ranks, and the mean over the parts of the row, by their labels."""
+    accelerator = Accelerator(cpu=True)
+    model, data = (
+        build("Mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=1.0),
+        documents([70, 5, 9]),
+    )
+    loader = hfp.prepare_dataloader(accelerator, data, budget(2), model=model)
+    (batch,), losses = loader, []
+    for model.router_aux_loss_coef in (1.0, 0.0):
+        losses.append(accelerator.reduce(hfp.compute_loss(model, batch).detach(), reduction="mean").item())
+    row = hfp.PackingCollator()([data[number] for number, _ in loader.plan.micro_batch(0, 0)])
+    logits, part = model(**row).router_logits, batch["max_length_q"].part
+    places = torch.from_numpy(part.layout.places(part.rank))
+    of_part = load_balancing_loss_func(tuple(layer[places] for layer in logits), 4, 2).detach()
+    items = (batch["targets"] != -100).sum()
+    share = items / accelerator.reduce(items)
+    expected = accelerator.reduce(of_part * share).item()
+    assert abs(expected - load_balancing_loss_func(logits, 4, 2).item()) > 1e-3, "that of the whole row"
+    (folder / f"{accelerator.process_index}.json").write_text(json.dumps([losses[0] - losses[1], expected]))
 
 
 @pytest.mark.slow
-def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(tmp_path):
-    on_ranks(resume, tmp_path, 2, ranks=4)
-    for rank in range(4):
-        whole, resumed = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert len(whole) == 4
-        assert resumed == whole
+def test_the_loss_of_routers_is_a_mean_over_parts(tmp_path):
+    on_ranks(route, tmp_path, ranks=2)
+    for rank in range(2):
+        found, expected = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
-def stream():
-    return documents().to_iterable_dataset(num_shards=4)
+SECONDS = 15
+
+
+def leave(folder, how):
+    """Train; in the second step, rank 1 does not come to an exchange."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=SECONDS))])
+    model, rank = build("Llama", num_hidden_layers=1), accelerator.process_index
+    layer = model.model.layers[0]
+    loader = hfp.prepare_dataloader(accelerator, documents(), budget(2), model=model)
+    model = accelerator.prepare(model)
+
+    def end(*_):
+        if how == "dies":
+            os._exit(0)
+        while how == "hangs" and not (folder / "0.txt").exists():
+            time.sleep(0.1)
+        raise SystemExit
+
+    for number, batch in enumerate(loader):
+        if (rank, number) == (1, 1):
+            layer.register_forward_pre_hook(end)
+        try:
+            accelerator.backward(hfp.compute_loss(model, batch))
+        except RuntimeError as error:
+            (folder / f"{rank}.txt").write_text(f"{number}: {error}")
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "said"), [("dies", ""), ("raises", ""), ("hangs", f"imed out waiting {SECONDS}000ms")])
+def test_a_rank_does_not_wait_forever_for_one_that_does_not_come(how, said, tmp_path):
+    """The time-out is that of the process group that the user has configured."""
+    on_ranks(leave, tmp_path, how, ranks=2, fails=True)
+    told = (tmp_path / "0.txt").read_text()
+    assert told.startswith("1: ")
+    assert said in told
+    assert not (tmp_path / "1.txt").exists()
 
 
 def refused(folder):
     """What each rank says of what cannot have documents on several ranks."""
-    accelerator = Accelerator(cpu=True)
-    bloom = tiny_model("bloom", "causal")
-    wide, three = budget(2), hfp.TokenBudget(48, max_ranks_per_document=3)
+    accelerator, wide = Accelerator(cpu=True), budget(2)
+    few, stream = documents([9, 5]), documents().to_iterable_dataset(num_shards=4)
+    classes = few.remove_columns("labels").add_column("label", [0, 1])
+    trees = Plain([tree_row([[5, 6, 7], [5, 6, 8, 9], [3]])[0]] * 4)
+
+    def prepare(data=few, batching=wide, **more):
+        return hfp.prepare_dataloader(accelerator, data, batching, **{"model": build("Llama"), **more})
+
+    def parallel(**sizes):
+        with pytest.MonkeyPatch.context() as patch:
+            config = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1, **sizes})
+            patch.setattr(accelerator.state, "parallelism_config", config)
+            prepare()
+
+    def attach(kind=Trainer, model=None, data=few, **settings):
+        hfp.attach(trainer_of(folder, kind, model or build("Llama"), data, **settings), wide)
+
+    def by_another_model():
+        (batch,) = prepare()
+        hfp.compute_loss(hfp.patch_model(build("Llama", num_hidden_layers=1)), batch)
+
     calls = {
-        "ranks": lambda: hfp.prepare_dataloader(accelerator, documents(), three, model=build("Llama")),
-        "long": lambda: hfp.prepare_dataloader(accelerator, documents([97, 5]), wide, model=build("Llama")),
-        "shapes": lambda: hfp.prepare_dataloader(
-            accelerator, documents(), wide, model=build("Llama"), tokens=96, max_segments=9
-        ),
-        "stream": lambda: hfp.prepare_dataloader(accelerator, stream(), wide, model=build("Llama")),
-        "model": lambda: hfp.prepare_dataloader(accelerator, documents(), wide),
-        "biases": lambda: next(iter(hfp.prepare_dataloader(accelerator, documents(), wide, model=bloom))),
-        "ranks disagree": lambda: hfp.prepare_dataloader(
-            accelerator, documents([70, 5 + accelerator.process_index]), wide, model=build("Llama")
-        ),
+        "three ranks": lambda: prepare(batching=hfp.TokenBudget(48, max_ranks_per_document=3)),
+        "more ranks than there are": lambda: prepare(batching=budget(4)),
+        "a long document": lambda: prepare(documents([97, 5])),
+        "fixed shapes": lambda: prepare(tokens=96, max_segments=9),
+        "a stream": lambda: prepare(stream),
+        "trees": lambda: prepare(trees),
+        "no model": lambda: prepare(model=None),
+        "biases": lambda: next(iter(prepare(model=tiny_model("bloom", "causal")))),
+        "ranks disagree": lambda: prepare(documents([70, 5 + accelerator.process_index])),
+        "tensor parallelism": lambda: parallel(tp_size=2),
+        "context parallelism": lambda: parallel(cp_size=2),
+        "sequence parallelism": lambda: parallel(sp_size=2),
+        "another model": by_another_model,
+        "rows that stay whole": lambda: attach(model=build("LlamaForSequenceClassification"), data=classes),
+        "a loss of its own": lambda: attach(Distilled),
+        "label smoothing": lambda: attach(label_smoothing_factor=0.1),
     }
     found = {}
     for name, call in calls.items():
@@ -188,16 +320,39 @@ def refused(folder):
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(found))
 
 
+class Distilled(Trainer):
+    def compute_loss(self, model, inputs, **named):
+        return super().compute_loss(model, inputs, **named)
+
+
+ONE = "max_ranks_per_document: expected 1"
+DIVIDING = "max_ranks_per_document: expected a number that divides the 2 ranks of this run"
+REFUSED = {
+    "three ranks": f"{DIVIDING}, got 3",
+    "more ranks than there are": f"{DIVIDING}, got 4",
+    "a long document": "max_tokens: row 0 has 97 tokens, but a row on 2 ranks may have at most 96",
+    "fixed shapes": f"{ONE} for batches of fixed shapes",
+    "a stream": f"{ONE} for a stream, got 2",
+    "trees": f"{ONE} for rows of trees, got 2",
+    "no model": "model: expected the model that is trained, for documents on several ranks",
+    "biases": "BloomAttention gets a tensor with a value for each pair of",
+    "ranks disagree": "dataset: expected the same on all ranks",
+    "tensor parallelism": f"{ONE} with tensor parallelism, got 2",
+    "context parallelism": "cp_size: expected 1, got 2; for documents on several processes, pass "
+    "TokenBudget(max_tokens, max_ranks_per_document=2)",
+    "sequence parallelism": "sp_size: expected 1, got 2; for documents on several processes, pass "
+    "TokenBudget(max_tokens, max_ranks_per_document=2)",
+    "another model": f"{ONE}, since it is not proven that LlamaForCausalLM runs rows on 2 ranks",
+    "rows that stay whole": f"{ONE} for Trainer, whose rows stay whole, got 2",
+    "a loss of its own": "but Distilled has a compute_loss, compute_loss_func, label_smoothing_factor",
+    "label smoothing": "but Trainer has a compute_loss, compute_loss_func, label_smoothing_factor",
+}
+
+
 def test_refusals_are_the_same_on_all_ranks(tmp_path):
     on_ranks(refused, tmp_path, ranks=2)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for one, other in zip(*(each.items() for each in found), strict=True):
-        assert one == other
-    said = found[0]
-    assert said["ranks"] == "max_ranks_per_document: expected a number that divides the 2 ranks of this run, got 3"
-    assert said["long"].startswith("max_tokens: row 0 has 97 tokens, but a row on 2 ranks may have at most 96")
-    assert said["shapes"].startswith("max_ranks_per_document: expected 1 for batches of fixed shapes")
-    assert said["stream"].startswith("max_ranks_per_document: expected 1 for a stream, got 2")
-    assert said["model"].startswith("model: expected the model that is trained, for documents on several ranks")
-    assert "BloomAttention gets a tensor with a value for each pair of" in said["biases"]
-    assert said["ranks disagree"].startswith("dataset: expected the same data")
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    assert one.keys() == REFUSED.keys()
+    for name, words in REFUSED.items():
+        assert words in one[name], name
