@@ -225,7 +225,7 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
             torch.distributed.all_reduce(gradients, group=block_of(ranks))
         return [outputs.detach(), gradients]
 
-    facts.ranks_per_row, problem = ranks, ""
+    facts.ranks_per_row, problems = ranks, ["the proof ended"]
     kept = ~case.has_tokens([0])[own]
     try:
         with case.undisturbed():
@@ -235,24 +235,23 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
             split = run(case.tokens, split=True)
             replaced, _ = run(case.with_replaced([0]), split=True)
             leak = differences(replaced[kept], split[0][kept])
+            problems.clear()
             for what, found, expected, unit, lenience in zip(
                 ("outputs", "gradients"), split, [whole[0][own], whole[1]], units, (1, GRADIENT_LENIENCE), strict=True
             ):
                 apart_by = apart(found, expected, unit)
                 if not explains(apart_by / lenience):
-                    problem = problem or (
+                    problems.append(
                         f"the {what} of tokens on several ranks differ by {float(apart_by.max()):.2g} standard "
                         "deviations from those on one rank"
                     )
             if leak.any() and not (has_experts(runner.model) and explains(leak / units[0])):
-                problem = problem or "replacing a document changed the outputs of other documents on several ranks"
-    except BaseException:
-        facts.ranks_per_row = 1
-        raise
-    if problem:
-        facts.ranks_per_row = 1
+                problems.append("replacing a document changed the outputs of other documents on several ranks")
+    finally:
+        if problems:
+            facts.ranks_per_row = 1
     return Proof(
-        problem=problem,
+        problem=problems[0] if problems else "",
         max_leak=float(leak.max()) if leak.numel() else 0.0,
         max_gradient_leak=math.nan,
         mode="training",

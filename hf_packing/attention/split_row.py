@@ -54,11 +54,14 @@ class SplitLayout(Layout):
         return self.part
 
 
-@cache
 def block_of(ranks: int) -> Any:
     """Return the process group of this rank's block: the consecutive ranks that run a row together. The first call
     makes the groups of all blocks, with the time-out of the default group, so all ranks make it together."""
-    world: Any = dist.group.WORLD
+    return _block_in(dist.group.WORLD, ranks)
+
+
+@cache
+def _block_in(world: Any, ranks: int) -> Any:
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     timeout = getattr(options, "_timeout", None)
     return dist.new_subgroups(group_size=ranks, timeout=timeout)[0]  # type: ignore[no-untyped-call]

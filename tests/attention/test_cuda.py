@@ -255,7 +255,7 @@ def test_documents_on_several_ranks(name, is_causal, window, dim, value_dim):
     layout = lay_out(LENGTHS, 3, 180, linear_cost=0)
     assert layout.num_split
     for rank in range(3):
-        row = SplitLayout.of_part(RowPart(layout, rank), q.device, is_causal)
+        row = SplitLayout.of_part(RowPart(layout, rank), q.device)
         seen = torch.from_numpy(exchange_of(row, is_causal, window, None).seen).cuda()
         own = torch.from_numpy(layout.places(rank)).cuda()
         part = [q[:, :, own], k[:, :, seen], v[:, :, seen]]

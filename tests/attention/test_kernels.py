@@ -306,7 +306,7 @@ def test_the_parts_of_a_row_on_several_ranks_are_right_or_refused(name, signatur
     layout, inputs = lay_out(lengths, 3, 11, linear_cost=0), tensors(tokens=sum(lengths))
     whole = attend_exactly(*inputs, Layout.of(lengths), scale=0.3, **how)
     for rank in range(3):
-        row = SplitLayout.of_part(RowPart(layout, rank), torch.device("cpu"), how["is_causal"])
+        row = SplitLayout.of_part(RowPart(layout, rank), torch.device("cpu"))
         own, seen = layout.places(rank), exchange_of(row, how["is_causal"], window, None).seen
         assert len(own) < len(seen)
         query, key, value = (each[:, :, places] for each, places in zip(inputs, (own, seen, seen), strict=True))

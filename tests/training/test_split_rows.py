@@ -290,9 +290,9 @@ def refused(folder):
     def attach(kind=Trainer, model=None, data=few, **settings):
         hfp.attach(trainer_of(folder, kind, model or build("Llama"), data, **settings), wide)
 
-    def by_another_model():
+    def by_another_model(call):
         (batch,) = prepare()
-        hfp.compute_loss(hfp.patch_model(build("Llama", num_hidden_layers=1)), batch)
+        call(hfp.patch_model(build("Llama", num_hidden_layers=1)), batch=batch)
 
     calls = {
         "three ranks": lambda: prepare(batching=hfp.TokenBudget(48, max_ranks_per_document=3)),
@@ -307,7 +307,9 @@ def refused(folder):
         "tensor parallelism": lambda: parallel(tp_size=2),
         "context parallelism": lambda: parallel(cp_size=2),
         "sequence parallelism": lambda: parallel(sp_size=2),
-        "another model": by_another_model,
+        "another model": lambda: by_another_model(hfp.compute_loss),
+        "sums of documents": lambda: by_another_model(hfp.document_logps),
+        "a check of a part": lambda: by_another_model(hfp.check_isolation),
         "rows that stay whole": lambda: attach(model=build("LlamaForSequenceClassification"), data=classes),
         "a loss of its own": lambda: attach(Distilled),
         "label smoothing": lambda: attach(label_smoothing_factor=0.1),
@@ -343,6 +345,8 @@ REFUSED = {
     "sequence parallelism": "sp_size: expected 1, got 2; for documents on several processes, pass "
     "TokenBudget(max_tokens, max_ranks_per_document=2)",
     "another model": f"{ONE}, since it is not proven that LlamaForCausalLM runs rows on 2 ranks",
+    "sums of documents": "batch: expected whole documents, got a part of a row",
+    "a check of a part": "batch: expected whole documents, got a part of a row",
     "rows that stay whole": f"{ONE} for Trainer, whose rows stay whole, got 2",
     "a loss of its own": "but Distilled has a compute_loss, compute_loss_func, label_smoothing_factor",
     "label smoothing": "but Trainer has a compute_loss, compute_loss_func, label_smoothing_factor",
