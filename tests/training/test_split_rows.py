@@ -111,7 +111,7 @@ RUNS = {
     "SFTTrainer": {"through": "sft"},
     "SFTTrainer, FSDP2": {"through": "sft", "fsdp": True},
 }
-FAST = ["loop, sequence", "loop, ranks without labels", "Trainer, FSDP2"]
+FAST = ["loop, ranks without labels", "Trainer, FSDP2"]
 
 
 def train(
@@ -190,6 +190,7 @@ def evaluated(folder, ranks):
     (folder / f"{PartialState().process_index}.json").write_text(json.dumps([losses, predicted, largest]))
 
 
+@slow
 def test_evaluation_is_that_of_one_process(tmp_path):
     """Without predictions, rows are on several ranks; with them, they are whole."""
     on_ranks(evaluated, tmp_path / "two", 2, ranks=2)
