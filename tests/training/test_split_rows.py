@@ -190,7 +190,7 @@ def evaluated(folder, ranks):
     (folder / f"{PartialState().process_index}.json").write_text(json.dumps([losses, predicted, largest]))
 
 
-@slow
+@pytest.mark.slow
 def test_evaluation_is_that_of_one_process(tmp_path):
     """Without predictions, rows are on several ranks; with them, they are whole."""
     on_ranks(evaluated, tmp_path / "two", 2, ranks=2)
