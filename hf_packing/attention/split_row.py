@@ -69,7 +69,7 @@ def _block_in(world: Any, ranks: int) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TokenExchange:
-    """What this rank sends and gets: all places of the row that its pieces attend to, its own ones included."""
+    """Tokens that this rank sends and gets: all that its pieces attend to, its own ones included."""
 
     sent: Tensor
     """int64: the index of each token to send among the rank's own tokens, by the rank that gets it."""

@@ -262,7 +262,7 @@ class LayoutCounts:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What the ranks of a block send each other, so that each has all tokens that its own tokens attend to."""
+    """Tokens that the ranks of a block send each other, so that each has all that its own tokens attend to."""
 
     seen: Pieces
     """For each piece of the layout, the slice of its document that its tokens attend to, which includes the piece."""
