@@ -130,11 +130,11 @@ def packed_varlen(
         "sinks": s_aux,
         "dropout": dropout,
     }
+    asked: dict[str, Any] = {}
     if isinstance(row, SplitLayout):
         k, v = exchange_keys(k, v, row, is_causal, local.window, local.chunk)
-        options["window on both sides"] = not is_causal and local.window
-    kernel = choose(module, q, v, row, options)
-    options.pop("window on both sides", None)
+        asked = {"row on several ranks": True, "window on both sides": not is_causal and local.window}
+    kernel = choose(module, q, v, row, options | asked)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     exactly: Any = attend_exactly_compiled if isinstance(row, TracedRow) else attend_exactly
     attended = (exactly if kernel is None else kernel.attend)(q, k, v, row, **options)

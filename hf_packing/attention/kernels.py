@@ -312,7 +312,6 @@ def choose(
     kernel, hub = None, getattr(layer, HUB_KERNEL, None)
     if query.device.type in DEVICES and (is_traced or not _is_off.get()):
         asked = [name for name, value in options.items() if isinstance(value, Tensor) or value]
-        asked += ["row on several ranks"] if isinstance(row, SplitLayout) else []
         name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub, row.has_branches)
         kernel = next((kernel for kernel in _kernels_for(hub) if kernel.name == name), None)
     if not is_traced:
