@@ -39,8 +39,8 @@ TOY = {
     "long_documents.py": ("--documents 2000 --planned 2000 --ranks 8", "TokenBudget.lay_out"),
     "two_ranks.py": ("--tokens 64 --hidden 128 --layers 1 --steps 1 --rounds 1", "times as fast as on one"),
     "by_segment.py": ("--steps 2 --documents 4 --max-length 32 --sample 200 --threads 1", "Jamba: route: varlen"),
-    "shapes.py": ("--batches 3 --documents 2000", "BestFit(16384, max_documents=255)"),
-    "head.py": ("--tokens 1024 --vocabulary 20000 --hidden 64 --rounds 1 --steps 1 --threads 1", "time of in chunks"),
+    "shapes.py": ("--batches 2 --documents 500", "BestFit(16384, max_documents=255)"),
+    "head.py": ("--tokens 512 --vocabulary 5000 --hidden 32 --rounds 1 --steps 1 --threads 1", "time of in chunks"),
     "training.py": (
         "--documents 40 --max-length 512 --longest 256 --hidden 64 --layers 1 --rounds 1 --steps 1 --sample 200",
         "times as fast as TRL packing",
@@ -54,7 +54,7 @@ TOY = {
     "streams.py": ("--packs 20 --tokens 200000 --rounds 1 --documents 30", "64 logical"),
     "mixtures.py": ("--tokens 200000 --streams 2 --rounds 1", "2 logical streams, after 200,000"),
     "fleet_pack.py": ("--tokens 400000 --rounds 1 --sides local pack", "times as fast as load_dataset"),
-    "lockstep.py": ("--steps 20 --rounds 1", "a step of 5 milliseconds in lockstep"),
+    "lockstep.py": ("--steps 5 --rounds 1", "a step of 5 milliseconds in lockstep"),
     "masking.py": ("--documents 20 --tokens 1024 --rounds 1", "ms for 16,384 tokens"),
     "gpu_train.py": ("--tokens 256 --row 64 --hidden 128 --layers 2 --vocabulary 256 --steps 2", "ideal"),
 }
