@@ -32,10 +32,7 @@ import hf_packing as hfp
 from hf_packing.attention.route import known_routes
 from hf_packing.training.step_counts import StepCounts
 
-pytestmark = pytest.mark.filterwarnings(
-    "default::FutureWarning",  # TRL uses names that transformers has renamed
-    "default:patch_model:UserWarning",  # a page says that it warns with prove="small"
-)
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 ROOT = Path(__file__).parent.parent
 DOCS, PICTURES = ROOT / "docs", ROOT / "docs" / "pictures"
