@@ -1,0 +1,220 @@
+"""Everything that needs a GPU, in about ten minutes: tests, kernels, training, shared prefixes, two cards.
+
+python benchmarks/gpu.py
+
+Each part runs in processes of its own, and both sides of a comparison in turn. `gpu.json` and the page `gpu.html` are
+written after every part. A part that fails, or that cannot run here, says why, and does not stop the others: without a
+second card, flash-attn or trl, their sides are left out. Without a card, everything runs once on the CPU with a tiny
+model and stand-ins for the kernels, to try the code; the figures mean nothing then.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpu_page import page, summary
+from measure import RESULTS, facts_of_this_machine
+
+HERE = Path(__file__).resolve()
+
+SHARES = {"kernels": 0.12, "training": 0.24, "trees": 0.14, "ranks": 0.2, "tests": 0.3}
+"""The parts in the order in which they run, and the share of the time that each should take. Where there is time, a
+part may take twice as long, and the tests take all that is left."""
+
+MEASURED = 0.4
+"""The share of its time in which a part measures; the rest is for imports, compiling and proofs."""
+
+AGAIN = 75
+"""As in gpu_part.py, which imports torch."""
+
+
+def run_part(name: str, file: Path, options: argparse.Namespace) -> None:
+    """Run one part in this process, and leave what it has found in a file."""
+    from gpu_part import CannotRunError, Results, Scale, reason_of
+
+    results = Results(file)
+    scale = Scale.of(options.dry_run, options.seconds, options.tokens)
+    try:
+        if options.ranks:
+            import gpu_ranks
+
+            gpu_ranks.run_rank(file, scale, options.ranks)
+            return
+        runner(name, options)(results, scale)
+    except CannotRunError as reason:
+        results.found["not_run"] = str(reason)
+    except ImportError as error:
+        results.found["not_run"] = f"{error.name} is not installed"
+    except Exception as error:
+        results.found["not_run"] = f"{reason_of(error)}; see the log"
+        raise
+    finally:
+        if not options.ranks:
+            results.save()
+
+
+def runner(name: str, options: argparse.Namespace) -> Callable[..., None]:
+    """Import the module of a part, and return what runs it."""
+    if name == "tests":
+        import gpu_tests
+
+        return gpu_tests.run
+    if name == "kernels":
+        import gpu_kernels
+
+        return gpu_kernels.run
+    if name == "ranks":
+        import gpu_ranks
+
+        return lambda results, scale: gpu_ranks.run(results, scale, command_of(name, options, options.seconds))
+    import gpu_training
+
+    return {"training": gpu_training.run, "trees": gpu_training.run_trees}[name]
+
+
+def command_of(name: str, options: argparse.Namespace, seconds: float) -> list[str]:
+    """Return how a process of a part is called, without the interpreter."""
+    command = [str(HERE), "--part", name, "--out", str(options.out), "--seconds", f"{seconds:.0f}"]
+    command += ["--dry-run"] if options.dry_run else []
+    return [*command, *(["--tokens", str(options.tokens)] if options.tokens else [])]
+
+
+def start(name: str, options: argparse.Namespace, seconds: float, limit: float) -> dict[str, Any]:
+    """Run a part in a process of its own, and return what it has found.
+
+    Args:
+        name: of the part.
+        options: of the command line.
+        seconds: for what it times.
+        limit: seconds after which it is stopped.
+    """
+    from_part = options.out / "parts" / f"{name}.json"
+    log = options.out / "parts" / f"{name}.log"
+    from_part.unlink(missing_ok=True)
+    known = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    known["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    known["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+    if options.dry_run:
+        known["CUDA_VISIBLE_DEVICES"] = ""
+    began, status = time.monotonic(), None
+    command = [sys.executable, *command_of(name, options, seconds)]
+    with log.open("w") as file, log.open() as printed:
+        while status in (None, AGAIN):
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=known, start_new_session=True
+            )
+            try:
+                status = wait(process, printed, began + limit)
+            finally:
+                end(process)
+    found = json.loads(from_part.read_text()) if from_part.is_file() else {}
+    found["minutes"] = (time.monotonic() - began) / 60
+    if status is None:
+        found["stopped"] = f"stopped after {limit / 60:.1f} minutes"
+    elif status and "not_run" not in found:
+        found["not_run"] = f"failed: its process ended with status {status}; see {log}"
+    return found
+
+
+def wait(process: subprocess.Popen[bytes], printed: Any, deadline: float) -> int | None:
+    """Print what a process prints until it ends; return its status, or None if that takes too long."""
+    while time.monotonic() < deadline:
+        try:
+            return process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            continue
+        finally:
+            print(printed.read(), end="", flush=True)
+    return None
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started, if it still runs."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, how)
+            try:
+                process.wait(timeout=15)  # torchrun ends its processes
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def cards() -> list[dict[str, Any]]:
+    """Return the cards of this machine."""
+    import torch
+
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [{"name": each.name, "gibibytes": each.total_memory / 2**30, "cuda": torch.version.cuda} for each in found]
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    result["printed"] = summary(result)
+    for file, text in (("gpu.json", json.dumps(result, indent=1, default=float) + "\n"), ("gpu.html", page(result))):
+        new = out / f"{file}.new"
+        new.write_text(text)
+        os.replace(new, out / file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for gpu.json, gpu.html and the logs (outputs/gpu)")
+    parser.add_argument("--minutes", type=float, default=10, help="for all parts together (10)")
+    parser.add_argument("--only", nargs="+", choices=SHARES, default=[*SHARES], help="parts to run")
+    parser.add_argument("--skip", nargs="+", choices=SHARES, default=[], help="parts to leave out")
+    parser.add_argument("--tokens", type=int, help="tokens of a step (by the memory of the card: 8,192 with 80 GB)")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, also if there is a card")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results, too")
+    for hidden, kind in (("part", str), ("seconds", float), ("ranks", int)):
+        parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        run_part(options.part, options.out / "parts" / f"{options.part}.json", options)
+        return
+    found = cards()
+    options.dry_run |= not found
+    if options.save and options.dry_run:
+        parser.error("--save: expected a card, got a dry run, whose figures mean nothing")
+    options.out = (options.out or Path("outputs") / ("gpu-dry-run" if options.dry_run else "gpu")).resolve()
+    (options.out / "parts").mkdir(parents=True, exist_ok=True)
+    result = {
+        "benchmark": "gpu",
+        "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+        "dry_run": options.dry_run,
+        "date": datetime.date.today().isoformat(),
+        "cards": found,
+        **facts_of_this_machine(),
+        "parts": {name: {"not_run": "not yet"} for name in SHARES},
+    }
+    began = time.monotonic()
+    try:
+        for name, share in SHARES.items():
+            if name not in options.only or name in options.skip:
+                result["parts"][name] = {"not_run": "left out by --only or --skip"}
+                continue
+            used, total = time.monotonic() - began, 60 * options.minutes
+            last = total - used - (total * SHARES["tests"] / 2 if name != "tests" else 0)
+            limit = max(total * share / 2, min(2 * total * share, last) if name != "tests" else last)
+            print(f"\n== {name}, after {used / 60:.1f} minutes, at most {limit / 60:.1f}", flush=True)
+            result["parts"][name] = {"not_run": "interrupted"}
+            result["parts"][name] = start(name, options, MEASURED * total * share, limit)
+            result["minutes"] = (time.monotonic() - began) / 60
+            write(result, options.out)
+    finally:
+        write(result, options.out)
+        print("\n" + "\n".join(result["printed"]))
+        print(f"\n{options.out / 'gpu.html'}\n{options.out / 'gpu.json'}")
+    if options.save:
+        (RESULTS / "gpu.json").write_text((options.out / "gpu.json").read_text())
+
+
+if __name__ == "__main__":
+    main()
