@@ -105,10 +105,13 @@ def start(name: str, options: argparse.Namespace, seconds: float, limit: float) 
     known["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     if options.dry_run:
         known["CUDA_VISIBLE_DEVICES"] = ""
-    began, status = time.monotonic(), None
+    elif name != "ranks":  # on several, a Trainer would use nn.DataParallel
+        known["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    began: float = time.monotonic()
+    status: int | None = AGAIN
     command = [sys.executable, *command_of(name, options, seconds)]
     with log.open("w") as file, log.open() as printed:
-        while status in (None, AGAIN):
+        while status == AGAIN:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=known, start_new_session=True
             )
@@ -149,11 +152,28 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def cards() -> list[dict[str, Any]]:
-    """Return the cards of this machine."""
+    """Return the cards of this machine, from another process: this one would keep some of their memory."""
+    asked = subprocess.run(
+        [sys.executable, str(HERE), "--part", "cards"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: list[dict[str, Any]] = json.loads(asked.stdout.splitlines()[-1])
+    return found
+
+
+def cards_here() -> list[dict[str, Any]]:
     import torch
 
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return [{"name": each.name, "gibibytes": each.total_memory / 2**30, "cuda": torch.version.cuda} for each in found]
+
+
+def known_of_this_machine() -> dict[str, Any]:
+    """Return what all benchmarks say of the machine, and the version of hf_packing also where it is not installed."""
+    sys.path.append(str(HERE.parents[1]))
+    import hf_packing
+
+    facts = facts_of_this_machine()
+    return {**facts, "versions": {"hf-packing": hf_packing.__version__, **facts["versions"]}}
 
 
 def write(result: dict[str, Any], out: Path) -> None:
@@ -176,6 +196,9 @@ def main() -> None:
     for hidden, kind in (("part", str), ("seconds", float), ("ranks", int)):
         parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.part == "cards":
+        print(json.dumps(cards_here()))
+        return
     if options.part:
         run_part(options.part, options.out / "parts" / f"{options.part}.json", options)
         return
@@ -191,7 +214,7 @@ def main() -> None:
         "dry_run": options.dry_run,
         "date": datetime.date.today().isoformat(),
         "cards": found,
-        **facts_of_this_machine(),
+        **known_of_this_machine(),
         "parts": {name: {"not_run": "not yet"} for name in SHARES},
     }
     began = time.monotonic()

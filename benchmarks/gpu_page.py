@@ -61,7 +61,7 @@ def left_out_lines(table: dict[str, Any]) -> list[str]:
 def title_of(result: dict[str, Any]) -> str:
     names = [card["name"] for card in result["cards"]]
     if result["dry_run"]:
-        return "hf_packing without a card"
+        return "hf_packing, a dry run"
     return f"hf_packing on {f'{len(names)} x ' if len(names) > 1 else ''}{names[0]}"
 
 

@@ -116,17 +116,12 @@ def compare(results: Results, scale: Scale, title: str, makers: dict[str, Callab
     sides: dict[str, Side] = {}
     for name, make in makers.items():
         entry = found["sides"].setdefault(name, {})
-        if "not_run" in entry:
-            continue
-        with left_out_if_it_fails(results, entry):
-            side, begin = make(), now()
-            side.step()  # compiles kernels, proves isolation, fills caches
-            first = now() - begin
-            side.step()
-            entry |= {"first_seconds": first, **side.facts(), "seconds": [], "tokens": [], "gibibytes": 0.0}
-            sides[name] = side
-            side = None
-        print(f"{title}, {name}: {entry.get('not_run') or 'runs'}", flush=True)
+        if "not_run" not in entry:
+            with left_out_if_it_fails(results, entry):
+                sides[name] = begun(make, entry)
+            free()
+        print(f"{title}, {name}: {entry.get('not_run', 'runs')}", flush=True)
+        results.save()
     deadline = time.monotonic() + scale.seconds
     for number in range(scale.rounds):
         if number >= FEWEST_ROUNDS and time.monotonic() > deadline:
@@ -147,6 +142,15 @@ def compare(results: Results, scale: Scale, title: str, makers: dict[str, Callab
     results.save()
 
 
+def begun(make: Callable[[], Side], entry: dict[str, Any]) -> Side:
+    """Make a side, and run it twice: kernels are compiled, isolation is proven, and caches are filled."""
+    side, begin = make(), now()
+    side.step()
+    entry |= {"first_seconds": now() - begin, **side.facts(), "seconds": [], "tokens": [], "gibibytes": 0.0}
+    side.step()
+    return side
+
+
 def time_once(side: Side, entry: dict[str, Any]) -> None:
     """Run a side once, and add its time, its tokens, and the memory that it took besides what was taken before."""
     before = reset_peak()
@@ -164,12 +168,11 @@ def left_out_if_it_fails(results: Results, entry: dict[str, Any]) -> Iterator[No
         yield
         return
     except torch.OutOfMemoryError:
-        entry["not_run"] = f"out of memory on {torch.cuda.get_device_properties(0).total_memory / GIB:.0f} GiB"
+        entry["not_run"] = "out of memory"
     except CannotRunError as reason:
         entry["not_run"] = str(reason)
     except Exception as error:
         entry["not_run"] = reason_of(error)
-    free()
     try:
         now()
     except Exception:

@@ -56,7 +56,7 @@ def run(results: Results, scale: Scale, command: list[str]) -> None:
 def processes(file: Path, command: list[str], ranks: int) -> dict[str, Any]:
     """Run one side on so many processes, and return what the first one has found."""
     of_ranks = file.with_name(f"{file.stem}-{ranks}.json")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     subprocess.run([sys.executable, *torchrun, *command, "--ranks", str(ranks)], check=True)
     found: dict[str, Any] = json.loads(of_ranks.read_text())
     return found

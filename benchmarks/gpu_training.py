@@ -86,7 +86,7 @@ def run_trees(results: Results, scale: Scale) -> None:
     answer, prompt = scale.longest // 8, scale.longest // 4
     sets = {
         "pairs of answers, half of a document is the prompt": random_pairs,
-        f"8 answers of {answer} tokens to a prompt of {prompt}": partial(random_samples, 40, 8, prompt, answer),
+        f"8 answers of {answer:,} tokens to a prompt of {prompt:,}": partial(random_samples, 40, 8, prompt, answer),
     }
     model = hfp.patch_model(new_model(scale), trees=True)
     scale = dataclasses.replace(scale, seconds=scale.seconds / len(sets))
@@ -110,7 +110,7 @@ def run_trees(results: Results, scale: Scale) -> None:
 def settings(scale: Scale) -> str:
     with torch.device("meta"):
         parameters = transformers.Qwen3ForCausalLM(config_of(scale)).num_parameters()
-    size = f"{parameters / 1e9:.2f}B parameters, a vocabulary of {scale.vocabulary:,}, bfloat16"
+    size = f"{parameters / 1e6:,.1f} million parameters, a vocabulary of {scale.vocabulary:,}, bfloat16"
     return f"{size}, steps of at most {scale.tokens:,} tokens"
 
 
