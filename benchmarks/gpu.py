@@ -10,6 +10,7 @@ model and stand-ins for the kernels, to try the code; the figures mean nothing t
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import shlex
@@ -17,18 +18,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_page import page, summary
 from measure import RESULTS, facts_of_this_machine
 
 HERE = Path(__file__).resolve()
 
-SHARES = {"kernels": 0.12, "training": 0.24, "trees": 0.14, "ranks": 0.2, "tests": 0.3}
-"""The parts in the order in which they run, and the share of the time that each should take. Where there is time, a
-part may take twice as long, and the tests take all that is left."""
+
+class Part(NamedTuple):
+    """A part, and where it is."""
+
+    share: float
+    """Of the time that it should take. Where there is time, a part may take twice as long."""
+    module: str
+    function: str = "run"
+    """Takes the results, which it fills, and the scale."""
+
+
+PARTS = {
+    "kernels": Part(0.12, "gpu_kernels"),
+    "training": Part(0.24, "gpu_training"),
+    "trees": Part(0.14, "gpu_training", "run_trees"),
+    "ranks": Part(0.2, "gpu_ranks"),
+    "tests": Part(0.3, "gpu_tests"),
+}
+"""In the order in which they run. The tests take all the time that is left."""
 
 MEASURED = 0.4
 """The share of its time in which a part measures; the rest is for imports, compiling and proofs."""
@@ -42,50 +58,29 @@ def run_part(name: str, file: Path, options: argparse.Namespace) -> None:
     from gpu_part import CannotRunError, Results, Scale, reason_of
 
     results = Results(file)
-    scale = Scale.of(options.dry_run, options.seconds, options.tokens)
+    trouble = ""
     try:
-        if options.ranks:
-            import gpu_ranks
-
-            gpu_ranks.run_rank(file, scale, options.ranks)
-            return
-        runner(name, options)(results, scale)
+        module = importlib.import_module(PARTS[name].module)
+        getattr(module, PARTS[name].function)(results, Scale.of(options.dry_run, options.seconds, options.tokens))
     except CannotRunError as reason:
-        results.found["not_run"] = str(reason)
-    except ImportError as error:
-        results.found["not_run"] = f"{error.name} is not installed"
+        trouble = str(reason)
+    except ModuleNotFoundError as error:
+        trouble = f"{error.name} is not installed"
     except Exception as error:
-        results.found["not_run"] = f"{reason_of(error)}; see the log"
+        trouble = f"{reason_of(error)}; see {name}.log"
         raise
     finally:
-        if not options.ranks:
-            results.save()
+        if trouble:
+            results.found["stopped" if "comparisons" in results.found else "not_run"] = trouble
+        results.save()
 
 
-def runner(name: str, options: argparse.Namespace) -> Callable[..., None]:
-    """Import the module of a part, and return what runs it."""
-    if name == "tests":
-        import gpu_tests
+def run_rank(file: Path, options: argparse.Namespace) -> None:
+    """Run one of several processes of a part."""
+    import gpu_ranks
+    from gpu_part import Scale
 
-        return gpu_tests.run
-    if name == "kernels":
-        import gpu_kernels
-
-        return gpu_kernels.run
-    if name == "ranks":
-        import gpu_ranks
-
-        return lambda results, scale: gpu_ranks.run(results, scale, command_of(name, options, options.seconds))
-    import gpu_training
-
-    return {"training": gpu_training.run, "trees": gpu_training.run_trees}[name]
-
-
-def command_of(name: str, options: argparse.Namespace, seconds: float) -> list[str]:
-    """Return how a process of a part is called, without the interpreter."""
-    command = [str(HERE), "--part", name, "--out", str(options.out), "--seconds", f"{seconds:.0f}"]
-    command += ["--dry-run"] if options.dry_run else []
-    return [*command, *(["--tokens", str(options.tokens)] if options.tokens else [])]
+    gpu_ranks.run_rank(file, Scale.of(options.dry_run, options.seconds, options.tokens), options.ranks)
 
 
 def start(name: str, options: argparse.Namespace, seconds: float, limit: float) -> dict[str, Any]:
@@ -107,9 +102,10 @@ def start(name: str, options: argparse.Namespace, seconds: float, limit: float) 
         known["CUDA_VISIBLE_DEVICES"] = ""
     elif name != "ranks":  # on several, a Trainer would use nn.DataParallel
         known["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    began: float = time.monotonic()
-    status: int | None = AGAIN
-    command = [sys.executable, *command_of(name, options, seconds)]
+    began, status = time.monotonic(), AGAIN
+    command = [sys.executable, str(HERE), "--part", name, "--out", str(options.out), "--seconds", f"{seconds:.0f}"]
+    command += ["--dry-run"] if options.dry_run else []
+    command += ["--tokens", str(options.tokens)] if options.tokens else []
     with log.open("w") as file, log.open() as printed:
         while status == AGAIN:
             process = subprocess.Popen(
@@ -123,8 +119,8 @@ def start(name: str, options: argparse.Namespace, seconds: float, limit: float) 
     found["minutes"] = (time.monotonic() - began) / 60
     if status is None:
         found["stopped"] = f"stopped after {limit / 60:.1f} minutes"
-    elif status and "not_run" not in found:
-        found["not_run"] = f"failed: its process ended with status {status}; see {log}"
+    elif status and not {"stopped", "not_run"} & set(found):
+        found["stopped"] = f"failed: its process ended with status {status}; see {name}.log"
     return found
 
 
@@ -188,8 +184,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for gpu.json, gpu.html and the logs (outputs/gpu)")
     parser.add_argument("--minutes", type=float, default=10, help="for all parts together (10)")
-    parser.add_argument("--only", nargs="+", choices=SHARES, default=[*SHARES], help="parts to run")
-    parser.add_argument("--skip", nargs="+", choices=SHARES, default=[], help="parts to leave out")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], help="parts to run")
+    parser.add_argument("--skip", nargs="+", choices=PARTS, default=[], help="parts to leave out")
     parser.add_argument("--tokens", type=int, help="tokens of a step (by the memory of the card: 8,192 with 80 GB)")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, also if there is a card")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results, too")
@@ -200,7 +196,8 @@ def main() -> None:
         print(json.dumps(cards_here()))
         return
     if options.part:
-        run_part(options.part, options.out / "parts" / f"{options.part}.json", options)
+        file = options.out / "parts" / f"{options.part}.json"
+        run_rank(file, options) if options.ranks else run_part(options.part, file, options)
         return
     found = cards()
     options.dry_run |= not found
@@ -215,20 +212,20 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "cards": found,
         **known_of_this_machine(),
-        "parts": {name: {"not_run": "not yet"} for name in SHARES},
+        "parts": {name: {"not_run": "not yet"} for name in PARTS},
     }
     began = time.monotonic()
     try:
-        for name, share in SHARES.items():
+        for name, part in PARTS.items():
             if name not in options.only or name in options.skip:
                 result["parts"][name] = {"not_run": "left out by --only or --skip"}
                 continue
             used, total = time.monotonic() - began, 60 * options.minutes
-            last = total - used - (total * SHARES["tests"] / 2 if name != "tests" else 0)
-            limit = max(total * share / 2, min(2 * total * share, last) if name != "tests" else last)
+            last = total - used - (total * PARTS["tests"].share / 2 if name != "tests" else 0)
+            limit = max(total * part.share / 2, min(2 * total * part.share, last) if name != "tests" else last)
             print(f"\n== {name}, after {used / 60:.1f} minutes, at most {limit / 60:.1f}", flush=True)
             result["parts"][name] = {"not_run": "interrupted"}
-            result["parts"][name] = start(name, options, MEASURED * total * share, limit)
+            result["parts"][name] = start(name, options, MEASURED * total * part.share, limit)
             result["minutes"] = (time.monotonic() - began) / 60
             write(result, options.out)
     finally:

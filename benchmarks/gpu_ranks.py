@@ -21,12 +21,8 @@ STEPS = 3
 MOST_ROUNDS = 3
 
 
-def run(results: Results, scale: Scale, command: list[str]) -> None:
-    """Start the processes of both sides in turn.
-
-    Args:
-        command: that starts a process of this part, without its launcher.
-    """
+def run(results: Results, scale: Scale) -> None:
+    """Start the processes of both sides in turn."""
     cards = torch.cuda.device_count()
     if DEVICE.type == "cuda" and cards < RANKS:
         raise CannotRunError(f"needs {RANKS} cards; this machine has {cards}")
@@ -42,7 +38,7 @@ def run(results: Results, scale: Scale, command: list[str]) -> None:
         for name, ranks in names.items():
             entry = found["sides"].setdefault(name, {"seconds": [], "tokens": [], "gibibytes": 0.0})
             try:
-                step = processes(results.file, command, ranks)
+                step = processes(results.file, ranks)
             except subprocess.CalledProcessError as error:
                 entry["not_run"] = f"{reason_of(error)}; see the log"
                 continue
@@ -53,11 +49,11 @@ def run(results: Results, scale: Scale, command: list[str]) -> None:
         results.save()
 
 
-def processes(file: Path, command: list[str], ranks: int) -> dict[str, Any]:
-    """Run one side on so many processes, and return what the first one has found."""
+def processes(file: Path, ranks: int) -> dict[str, Any]:
+    """Run one side on so many processes, called as this one is, and return what the first one has found."""
     of_ranks = file.with_name(f"{file.stem}-{ranks}.json")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    subprocess.run([sys.executable, *torchrun, *command, "--ranks", str(ranks)], check=True)
+    subprocess.run([sys.executable, *torchrun, *sys.argv, "--ranks", str(ranks)], check=True)
     found: dict[str, Any] = json.loads(of_ranks.read_text())
     return found
 

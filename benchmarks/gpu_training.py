@@ -49,10 +49,9 @@ def config_of(scale: Scale) -> transformers.Qwen3Config:
 
 def new_model(scale: Scale, attention: str = "sdpa") -> PreTrainedModel:
     torch.manual_seed(0)
-    config = config_of(scale)
-    config._attn_implementation = attention
+    how = {"dtype": torch.bfloat16, "attn_implementation": attention}
     with DEVICE:
-        return transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+        return transformers.AutoModelForCausalLM.from_config(config_of(scale), **how)
 
 
 def lengths_for(scale: Scale) -> np.ndarray:
@@ -145,6 +144,7 @@ def trainer_for(model: PreTrainedModel, documents: Documents, packed_to: int | N
         "bf16": DEVICE.type == "cuda",
         "disable_tqdm": True,
         "save_strategy": "no",
+        "gradient_checkpointing": False,
     }
     dataset = documents.as_dataset(labels=False)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))

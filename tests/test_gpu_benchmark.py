@@ -242,7 +242,7 @@ def test_dry_run(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["dry_run"]
-    assert list(found["parts"]) == list(gpu.SHARES)
+    assert list(found["parts"]) == list(gpu.PARTS)
     assert not any({"not_run", "stopped"} & set(part) for part in found["parts"].values()), done.stdout[-4000:]
     tests = found["parts"]["tests"]
     assert tests["collected"] == sum(tests["skipped"].values()) > 100
@@ -276,7 +276,7 @@ def test_parts_that_do_not_run_say_why(tmp_path):
     assert done.returncode == 0, done.stderr
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert parts["trees"]["stopped"] == "stopped after 0.0 minutes"
-    left_out = {name: "left out by --only or --skip" for name in gpu.SHARES if name != "trees"}
+    left_out = {name: "left out by --only or --skip" for name in gpu.PARTS if name != "trees"}
     assert {name: part.get("not_run") for name, part in parts.items() if name != "trees"} == left_out
     done = run_script(script, "--dry-run", "--save")
     assert done.returncode == 2
