@@ -34,7 +34,7 @@ def run(results: Results, scale: Scale) -> None:
     rows = {
         "documents of a step": first_lengths(scale),
         f"64 of {tokens // 64:,} tokens": [tokens // 64] * 64,
-        f"one of {tokens:,}": [tokens],
+        f"1 of {tokens:,} tokens": [tokens],
         f"{ANSWERS} answers of {answer:,} to a prompt of {prompt:,}": TreeSegments(
             (prompt, *[answer] * ANSWERS), (-1, *[0] * ANSWERS)
         ),

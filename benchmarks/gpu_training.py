@@ -141,7 +141,7 @@ def trainer_for(model: PreTrainedModel, documents: Documents, packed_to: int | N
         "per_device_train_batch_size": 1,
         "report_to": "none",
         "use_cpu": DEVICE.type == "cpu",
-        "bf16": DEVICE.type == "cuda",
+        "bf16": False,  # the model is in bfloat16 as it is
         "disable_tqdm": True,
         "save_strategy": "no",
         "gradient_checkpointing": False,
