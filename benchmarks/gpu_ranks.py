@@ -46,7 +46,7 @@ def run(results: Results, scale: Scale) -> None:
             entry["tokens"] += [tokens] * len(step["seconds"])
             entry["gibibytes"] = max(entry["gibibytes"], step["gibibytes"])
             print(f"{title}, {name}: {entry['seconds'][-1]:.2f} s a step", flush=True)
-        results.save()
+            results.save()
 
 
 def processes(file: Path, ranks: int) -> dict[str, Any]:

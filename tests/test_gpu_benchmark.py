@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,31 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
         assert process.poll() is None
         gpu.end(process)
     assert process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "has_begun", "kept"),
+    [
+        (CannotRunError("needs 2 cards"), False, {"not_run": "needs 2 cards"}),
+        (ModuleNotFoundError("No module named 'x'", name="x"), False, {"not_run": "x is not installed"}),
+        (ValueError("one\ntwo"), False, {"not_run": "failed: ValueError: one; see some.log"}),
+        (ValueError("one"), True, {"stopped": "failed: ValueError: one; see some.log"}),
+    ],
+)
+def test_why_a_part_ended(tmp_path, monkeypatch, error, has_begun, kept):
+    def run(results, scale):  # noqa: ARG001
+        if has_begun:
+            results.comparison("title")
+        raise error
+
+    monkeypatch.setitem(sys.modules, "some_part", SimpleNamespace(run=run))
+    monkeypatch.setattr(gpu, "PARTS", {"some": gpu.Part(1, "some_part")})
+    ends = pytest.raises(ValueError, match="one") if isinstance(error, ValueError) else nullcontext()
+    with ends:
+        gpu.run_part("some", tmp_path / "some.json", SimpleNamespace(dry_run=True, seconds=0, tokens=None))
+    found = json.loads((tmp_path / "some.json").read_text())
+    assert found.pop("comparisons", None) == ({"title": {"sides": {}}} if has_begun else None)
+    assert found == kept
 
 
 def side(speed, tokens, **more):
