@@ -183,7 +183,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "error", "named"), REFUSED)
-def test_refusals(pair, call, error, named):
+def test_refusals(pair, call, error, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=named):
         call(pair[1])
 

@@ -66,6 +66,12 @@ def columns(dataset):
     return dataset["input_ids"][:], dataset["labels"][:]
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """SFTTrainer makes the folder for its outputs as soon as it is built."""
+    monkeypatch.chdir(tmp_path)
+
+
 def of_trl(rows, tokenizer, **settings):
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none"}
     args = SFTConfig("unused", max_length=None, shuffle_dataset=False, **quiet, **settings)
