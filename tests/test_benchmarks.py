@@ -56,7 +56,6 @@ TOY = {
     "fleet_pack.py": ("--tokens 400000 --rounds 1 --sides local pack", "times as fast as load_dataset"),
     "lockstep.py": ("--steps 5 --rounds 1", "a step of 5 milliseconds in lockstep"),
     "masking.py": ("--documents 20 --tokens 1024 --rounds 1", "ms for 16,384 tokens"),
-    "gpu_train.py": ("--tokens 256 --row 64 --hidden 128 --layers 2 --vocabulary 256 --steps 2", "ideal"),
 }
 
 
@@ -91,7 +90,7 @@ def test_benchmarks_use_all_that_they_reach_into():
 def test_every_benchmark_is_run_by_make():
     (names,) = re.findall(r"^BENCHMARKS := (.*)$", (BENCHMARKS.parent / "Makefile").read_text(), re.MULTILINE)
     scripts = {file.stem for file in BENCHMARKS.glob("*.py") if "__main__" in file.read_text()}
-    assert set(names.split()) == scripts - {"gpu_train", "write_readme"}
+    assert set(names.split()) == scripts - {"gpu", "write_readme"}
 
 
 @pytest.mark.slow
