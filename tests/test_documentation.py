@@ -184,7 +184,8 @@ def test_make_targets_and_files_that_pages_name_exist():
     for page in PAGES:
         for target in re.findall(r"\bmake ([a-z][\w-]*)`|^make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
             assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"
-    files = [f"/{path.as_posix()}" for top in (PACKAGE, ROOT / "tests", ROOT / "tools", DOCS) for path in top.rglob("*.py")]
+    tops = (PACKAGE, ROOT / "tests", ROOT / "tools", DOCS)
+    files = [f"/{path.as_posix()}" for top in tops for path in top.rglob("*.py")]
     for name in re.findall(r"`([a-z_/]+\.py)`", (DOCS / "ARCHITECTURE.md").read_text()):
         assert any(path.endswith(f"/{name}") for path in files), name
 
