@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings(
 ROOT, PACKAGE = Path(__file__).parent.parent, Path(hfp.__file__).parent
 DOCS, PICTURES = ROOT / "docs", ROOT / "docs" / "pictures"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted((ROOT / "recipes").rglob("*.md")),
     *sorted(DOCS.rglob("*.md")),
 ]

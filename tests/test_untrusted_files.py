@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from chat_templates import FROM_TRL, tokenizer_with
 from trainers import documents
 
 import hf_packing as hfp
@@ -133,11 +134,9 @@ def test_code_of_tokenizers_is_run_only_if_asked_for(mark, tmp_path):
 
 
 def test_chat_templates_run_in_a_sandbox():
-    from test_documentation import tokenizer
-
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = datasets.Dataset.from_list([{"messages": chat, "chat_template_kwargs": {"chat_template": "of the row"}}])
-    made = tokenizer()
+    made = tokenizer_with(FROM_TRL["qwen3"])
     assert "of the row" not in made.decode(hfp.tokenize(rows, made)[0]["input_ids"])
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(hfp.PackingError, match="unsafe"):
