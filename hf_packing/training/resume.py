@@ -1,5 +1,4 @@
-"""Checkpoints: those of a Trainer say how its batches are planned, or how far its stream has come; those of an
-Accelerator have the states of its loaders.
+"""Checkpoints of a Trainer and of an Accelerator: how batches are planned, and how far loaders and streams have come.
 
 The state of a stream is saved once for the logical streams of all ranks, so a run can go on with another number of
 ranks. States are loaded with `weights_only=True`, so a file that somebody else wrote runs no code.
