@@ -1,7 +1,7 @@
 # From a fresh clone: `make demo` packs real documents and trains on them. `make test` checks every law and every public
 # path in minutes, `make test-all` runs every test, `make docs` builds the site, `make survey` writes
-# docs/SUPPORTED_MODELS.md. `make test-oldest` and `make test-newest` run the fast tests in new environments: with the
-# oldest version of each package that pyproject.toml allows, and with the newest releases.
+# docs/SUPPORTED_MODELS.md. `make test-oldest` and `make test-newest` build the wheel and run the fast tests on it in new
+# environments: with the oldest version of each package that pyproject.toml allows, and with the newest releases.
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,14 +26,19 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not survey" --hypothesis-profile=thorough
 
+# The wheel is tested, not the checkout: the tests run in a copy of it without the package.
 test-oldest test-newest: test-%:
 	rm -rf .venv-$*
 	$(PYTHON) -m venv .venv-$*
 	echo "torch==$(TORCH)" > .venv-$*/constraints.txt
 	if [ $* = oldest ]; then grep -oE '"[a-z0-9-]+(\[[a-z0-9,]+\])?>=[0-9.]+"' pyproject.toml | grep -v '"torch>=' \
 	    | sed -E 's/"([a-z0-9-]+).*>=(.*)"/\1==\2/' >> .venv-$*/constraints.txt; fi
-	.venv-$*/bin/python -m pip install --constraint .venv-$*/constraints.txt --editable ".[dev]"
-	.venv-$*/bin/python -m pytest -m "not slow and not survey"
+	.venv-$*/bin/python -m pip wheel --no-deps --wheel-dir .venv-$*/wheel .
+	.venv-$*/bin/python -m pip install --constraint .venv-$*/constraints.txt "$$(echo .venv-$*/wheel/*.whl)[dev]"
+	mkdir .venv-$*/checkout
+	git ls-files -z ':!hf_packing' | tar --null -T - -cf - | tar -xf - -C .venv-$*/checkout
+	cd .venv-$*/checkout && ../bin/python -c "import hf_packing; print(hf_packing.__file__)" | grep site-packages
+	cd .venv-$*/checkout && ../bin/python -m pytest -m "not slow and not survey"
 
 survey: $(INSTALLED)
 	$(VENV)/bin/python -m tools.survey

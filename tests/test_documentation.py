@@ -34,10 +34,10 @@ from hf_packing.training.step_counts import StepCounts
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
-ROOT = Path(__file__).parent.parent
+ROOT, PACKAGE = Path(__file__).parent.parent, Path(hfp.__file__).parent
 DOCS, PICTURES = ROOT / "docs", ROOT / "docs" / "pictures"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted((ROOT / "recipes").rglob("*.md")),
     *sorted(DOCS.rglob("*.md")),
 ]
@@ -181,11 +181,8 @@ def test_make_targets_and_files_that_pages_name_exist():
     for page in PAGES:
         for target in re.findall(r"\bmake ([a-z][\w-]*)`|^make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
             assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"
-    files = [
-        f"/{path.relative_to(ROOT).as_posix()}"
-        for top in ("hf_packing", "tests", "tools", "docs")
-        for path in (ROOT / top).rglob("*.py")
-    ]
+    tops = (PACKAGE, ROOT / "tests", ROOT / "tools", DOCS)
+    files = [f"/{path.as_posix()}" for top in tops for path in top.rglob("*.py")]
     for name in re.findall(r"`([a-z_/]+\.py)`", (DOCS / "ARCHITECTURE.md").read_text()):
         assert any(path.endswith(f"/{name}") for path in files), name
 
@@ -236,7 +233,6 @@ def test_every_picture_is_shown_and_every_strategy_has_a_section():
         assert f"(#{name.lower()})" in overview
 
 
-PACKAGE = Path(hfp.__file__).parent
 FILES = [file.relative_to(PACKAGE.parent) for file in sorted(PACKAGE.rglob("*.py")) if ">>>" in file.read_text()]
 
 

@@ -196,6 +196,12 @@ def test_errors_are_what_callers_catch_and_types_are_installed():
 ROOT = Path(__file__).parents[1]
 
 
+def test_files_that_name_the_version_agree():
+    assert f"\nversion: {hfp.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    newest, *_ = re.findall("^## .*$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert re.search(r"[\d.]+\w*", newest)[0] == hfp.__version__
+
+
 def test_they_are_in_the_documentation_and_those_of_the_project():
     page = (ROOT / "docs" / "COMPATIBILITY.md").read_text("utf-8")
     table = page.split("| package | oldest version |")[1].split("\n\n")[0]

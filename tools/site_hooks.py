@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/README.md",
     "recipes/README.md",
     "recipes/reproduce/README.md",

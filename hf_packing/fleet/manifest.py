@@ -205,6 +205,10 @@ class PackedFile:
     skipped: Sequence[str]
     """The first row that was left out since it cannot be used, with the reason."""
 
+    def __post_init__(self) -> None:
+        if Path(self.name).name != self.name:
+            raise PackingError(f"output: expected manifests that name files of their own folder, got {self.name!r}")
+
 
 @dataclass(frozen=True)
 class PackedCorpus:

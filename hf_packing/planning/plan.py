@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
@@ -394,14 +395,14 @@ def _load_arrays(folder: Path) -> tuple[dict[str, IntArray], dict[str, Any]]:
         ) from error
     if found != _FORMAT:
         raise PackingError(f"path: expected a plan of format {_FORMAT}, but {str(index)!r} has format {found!r}")
-    arrays = {}
+    arrays: dict[str, IntArray] = {}
     for name in (*ARRAYS, SEGMENT_SHARED):
         file = folder / f"{name}.npy"
         if name == SEGMENT_SHARED and not file.exists():
             continue
         try:
-            arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            arrays[name] = open_memmap(file, mode="r")  # reads no pickle and no zip, as np.load might
+        except (OSError, ValueError) as error:
             raise PackingError(
                 f"path: expected a saved plan with a readable array file {file.name}, but reading {str(file)!r} "
                 f"failed: {error}"

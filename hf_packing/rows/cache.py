@@ -17,6 +17,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 from datasets.fingerprint import Hasher, get_temporary_cache_files_directory
+from numpy.lib.format import open_memmap
 
 import hf_packing
 from hf_packing.errors import PackingError
@@ -47,7 +48,7 @@ class Origin:
         """Write the files that `load` reads."""
         self.plan.save(folder / PLAN)
         if self.first_labels is not None:
-            np.save(folder / _FIRST_LABELS, self.first_labels)
+            np.save(folder / _FIRST_LABELS, self.first_labels, allow_pickle=False)
         (folder / _FACTS).write_text(json.dumps(self.facts | {"first_labels": self.first_labels is not None}) + "\n")
 
     @classmethod
@@ -59,7 +60,7 @@ class Origin:
         """
         try:
             facts = json.loads((folder / _FACTS).read_text())
-            labels = np.load(folder / _FIRST_LABELS, mmap_mode="r") if facts["first_labels"] else None
+            labels = open_memmap(folder / _FIRST_LABELS, mode="r") if facts["first_labels"] else None
             return cls(PackingPlan.load(folder / PLAN), facts, labels)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise PackingError(

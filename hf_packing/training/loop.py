@@ -31,6 +31,7 @@ from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.resume import save_with
 from hf_packing.training.sources import Reading, Source, open_source, warn_of_columns_left_out
 from hf_packing.training.streams import StreamLoader
 
@@ -151,7 +152,7 @@ def prepare_dataloader(
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
-    accelerator.register_for_checkpointing(loader)
+    save_with(accelerator, loader)
     return loader
 
 

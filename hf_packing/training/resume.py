@@ -1,14 +1,16 @@
-"""Checkpoints of a Trainer: they say how its batches are planned, or how far its stream has come.
+"""Checkpoints of a Trainer and of an Accelerator: how batches are planned, and how far loaders and streams have come.
 
 The state of a stream is saved once for the logical streams of all ranks, so a run can go on with another number of
-ranks.
+ranks. States are loaded with `weights_only=True`, so a file that somebody else wrote runs no code.
 """
 
 import os
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from accelerate import Accelerator
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -16,6 +18,9 @@ from hf_packing.errors import PackingError
 
 STATE_FILE = "packed_stream.pt"
 """The file in the folder of a checkpoint with the state of the training's stream."""
+
+_LOADERS: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
+"""How many loaders each accelerator saves."""
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
@@ -60,22 +65,52 @@ class ResumedStream(TrainerCallback):  # type: ignore[misc]  # transformers has 
         state.epoch = loader.epoch + loader.steps_done / state.max_steps
 
 
-def save_stream(state: dict[str, Any], folder: str) -> None:
-    """Write the state of a stream into the folder of a checkpoint, whole or not at all."""
-    file = Path(folder) / STATE_FILE
+def save_with(accelerator: Accelerator, loader: Any) -> None:
+    """Let `save_state` and `load_state` of an accelerator save and load the state of a loader.
+
+    `register_for_checkpointing` does not serve: accelerate loads what it has saved as a pickle that may run code.
+    """
+    _LOADERS[accelerator] = number = _LOADERS.get(accelerator, 0) + 1
+    name = f"packed_loader_{number}.pt"
+
+    def save(models: Any, weights: Any, folder: str) -> None:  # noqa: ARG001
+        state = loader.state_dict()  # on all ranks, which exchange the states of their streams
+        each_node = accelerator.project_configuration.save_on_each_node
+        if accelerator.is_local_main_process if each_node else accelerator.is_main_process:
+            save_state(state, Path(folder) / name)
+
+    def load(models: Any, folder: str) -> None:  # noqa: ARG001
+        if not (file := Path(folder) / name).is_file():
+            raise PackingError(
+                f"input_dir: expected a checkpoint of an accelerator with {number} or more loaders of "
+                f"prepare_dataloader, got {folder} without {name}"
+            )
+        loader.load_state_dict(load_state(file))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def save_state(state: dict[str, Any], file: Path) -> None:
+    """Write the state of a loader, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, file.with_suffix(".tmp"))
     os.replace(file.with_suffix(".tmp"), file)
 
 
+def load_state(file: Path) -> dict[str, Any]:
+    """Return the state of a loader. Raise pickle.UnpicklingError if the file has anything but plain values."""
+    with torch.serialization.safe_globals([bytes]):  # of which torch only loads those that are not empty
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
 def load_stream(folder: Any) -> dict[str, Any]:
-    """Return the state of the stream in a checkpoint, or raise PackingError if it has none."""
+    """Return the state of the stream in a checkpoint of a Trainer, or raise PackingError if it has none."""
     file = Path(folder) / STATE_FILE
     if not file.is_file():
         raise PackingError(
             f"resume_from_checkpoint: expected a checkpoint of a trainer attached to a stream, got {folder} without "
             f"{STATE_FILE}; to begin with the first row of the stream instead, set ignore_data_skip=True"
         )
-    with torch.serialization.safe_globals([bytes]):  # of which torch only loads those that are not empty
-        state: dict[str, Any] = torch.load(file, weights_only=True)
-    return state
+    return load_state(file)

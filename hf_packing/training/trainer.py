@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean, labels_key
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
-from hf_packing.training.resume import ResumedStream, load_stream, save_stream
+from hf_packing.training.resume import STATE_FILE, ResumedStream, load_stream, save_state
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams import StreamLoader
@@ -189,7 +190,7 @@ class StreamTrainer(PackedTrainer):
         if _internal_call and output_dir is not None and isinstance(loader, StreamLoader):  # a checkpoint
             state = loader.state_dict()
             if self.args.should_save:
-                save_stream(state, output_dir)
+                save_state(state, Path(output_dir) / STATE_FILE)
 
 
 class WholeRowTrainer(AttachedTrainer):

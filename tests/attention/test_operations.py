@@ -52,10 +52,11 @@ def operations_of(model, batches):
 def use_kernel(monkeypatch):
     """A kernel of one operation, for models that are patched already, and for flash_attention_2 of transformers."""
     kernel = stand_in("flash-attn 2", NEWEST, lambda given: given["q"] * 2)
-    process = modeling_flash_attention_utils._lazy_define_process_function(kernel.function)
-    loaded = (None, kernel.function, None, None, None), (process, None)
     monkeypatch.setattr(function, "choose", lambda *_, **__: kernel)
-    monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lambda *_, **__: loaded)
+    imported = (None, kernel.function, None, None, None)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda *_, **__: imported)
+    for name in ("_loaded_implementation", "_flash_varlen_fn", "_process_flash_kwargs_fn"):  # set at the first call
+        monkeypatch.setattr(modeling_flash_attention_utils, name, None)
 
 
 def stock_and_patched(layers):

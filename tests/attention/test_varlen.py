@@ -114,8 +114,7 @@ def test_masks_of_other_kinds_are_refused(how, message):
 def test_masks_of_transformers(create, sizes, mask):
     register()
     config = PreTrainedConfig(attn_implementation=NAME, **sizes)
-    given = {"inputs_embeds": torch.zeros(1, 9, 2), "attention_mask": None}
-    given |= {} if "bidirectional" in create.__name__ else {"cache": None}
-    assert create(config, **given) == mask
-    given["attention_mask"] = torch.ones(1, 9, dtype=torch.bool).tril(-1)
-    assert isinstance(create(config, **given), torch.Tensor)
+    tokens = torch.zeros(1, 9, 2)
+    # no cache, whatever it is called, or no hidden states of an encoder
+    assert create(config, tokens, None, None) == mask
+    assert isinstance(create(config, tokens, torch.ones(1, 9, dtype=torch.bool).tril(-1), None), torch.Tensor)

@@ -103,7 +103,7 @@ def test_rows_and_documents_of_every_form(source, strategy, position_ids, fewest
         assert unpacked[:] == expected
     for name, values in expected.items():
         assert all(before[: len(after)] == after for before, after in zip(values, unpacked[name], strict=True))
-    if position_ids and strategy not in SHARING:
+    if position_ids and strategy not in SHARING and len(source):  # without rows, types are unknown
         assert strategy(source[:]) == packed[:]
 
 
