@@ -7,6 +7,7 @@ accepted.
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from math import lcm
 from typing import Any, get_args
 
 import numpy as np
@@ -35,6 +36,23 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int 
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
         raise PackingError(f"{name}: expected an integer from {minimum} to {maximum}, got {value!r}")
     return int(value)
+
+
+ALIGNMENT = ("align_documents", "align_tokens")
+"""The arguments that ask for multiples: of every document's length, and of the number of tokens in a batch."""
+
+
+def check_alignment(aligned: Any) -> int:
+    """Return what the number of tokens in a batch is a multiple of, given an object with both arguments of ALIGNMENT:
+    their least common multiple, so that what fills up the batch is aligned, too."""
+    return lcm(*(check_whole_number(name, getattr(aligned, name)) for name in ALIGNMENT))
+
+
+def refuse_alignment(aligned: Any, why: str) -> None:
+    """Raise PackingError if an object has an argument of ALIGNMENT other than 1."""
+    for name in ALIGNMENT:
+        if (value := getattr(aligned, name)) != 1:
+            raise PackingError(f"{name}: expected 1 {why}, got {value}")
 
 
 def check_seed(seed: Any) -> int:

@@ -76,12 +76,14 @@ from hf_packing.attention.snapshot import Attention, attention_now, attention_of
 from hf_packing.attention.split_row import SplitLayout
 from hf_packing.batch.loader import check_loader
 from hf_packing.batch.segments import part_in
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PADDING_SEGMENT, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
 first attribute, and FSDP's checkpoint wrapper has the second attribute."""
+
+_MASK = "attention_mask"
 
 running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
 """The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
@@ -208,7 +210,8 @@ class PatchedForward(ReplacedForward):
         if args and args[0] is self.module:  # accelerate makes a method of this object
             args = args[1:]
         if torch.compiler.is_compiling() and (self.patch.is_running or not self.installed):
-            return self.forward(*args, **kwargs)  # an inner model, so that the patched model becomes a single graph
+            # an inner model, so that the patched model becomes a single graph
+            return self.forward(*args, **self._hiding_the_mask(kwargs))
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if self.installed and (is_traced or torch.compiler.is_exporting()):
             raise PackingError(
@@ -223,7 +226,7 @@ class PatchedForward(ReplacedForward):
         if id(self.model) in running.get() and self.installed:  # within the forward of the patched model
             rows = current_rows.get()
             if rows is None or not self.is_backbone:
-                return self.forward(*args, **kwargs)
+                return self.forward(*args, **self._hiding_the_mask(kwargs))
             return self._run_backbone(self.signature.by_name(args, kwargs), rows)
         with _lock:
             if not self.installed:
@@ -241,18 +244,35 @@ class PatchedForward(ReplacedForward):
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
-        inputs = self._prepare(inputs, layout)
+        mask = self._mask_for_routers(inputs, layout)
+        inputs = self._prepare(inputs, layout) | mask
         with self._running(layout, None):
             # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
             forward = torch.compiler.disable(self.forward) if layout.has_prefixes else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
-        if layout.padding and getattr(output, "aux_loss", None) is not None:
+        if layout.unfilled is not None and not mask and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
-                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
-                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
-                "shape"
+                f"aux_loss: expected none with batches that are filled up, since {type(self.model).__name__} would "
+                "also compute the loss of its routers for the filled tokens; pass output_router_logits=False, or "
+                "batches without tokens, align_documents and align_tokens"
             )
         return output
+
+    def _mask_for_routers(self, inputs: Inputs, layout: Layout) -> Arguments:
+        """Return the attention_mask with which a model leaves filled tokens out of the loss of its routers, if it has
+        one in transformers' way. Its layers do not get the mask."""
+        filled = inputs.get(SEQ_IDX) if layout.unfilled is not None and self.module is self.model else None
+        code = inspect.unwrap(type(self.model).forward).__code__
+        if filled is None or "load_balancing_loss_func" not in code.co_names:
+            return {}
+        return {_MASK: (filled != PADDING_SEGMENT).long().to(tokens_of(inputs).device)}
+
+    def _hiding_the_mask(self, inputs: Arguments) -> Arguments:
+        """Return what the patched model passes to an inner model, without the mask that is for routers."""
+        if self.module is self.model or inputs.get(_MASK) is None:
+            return inputs
+        ones = self.patch.route.method.mask_of_ones
+        return {**inputs, _MASK: torch.ones_like(inputs[_MASK]) if ones else None}
 
     @_itself_uncompiled
     def _run_padded(self, inputs: Arguments, rows: PaddedRows) -> Any:
@@ -349,7 +369,7 @@ class PatchedForward(ReplacedForward):
                 "of trees; call patch_model(model, trees=True) before training"
             )
         if known is not None:
-            self.patch.trusts_collator = (known.lengths, known.padding) == (layout.lengths, layout.padding)
+            self.patch.trusts_collator = (known.lengths, known.unfilled) == (layout.lengths, layout.unfilled)
         return layout
 
     def _check_rows(self, rows: PaddedRows, inputs: Inputs) -> None:

@@ -57,7 +57,7 @@ def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
     row = read_layout(filled, training=True)
     padding = [missing] if missing else []
     assert row.lengths == (*batch["cu_seq_lens_q"].diff().tolist(), *padding)
-    assert row.padding == missing
+    assert row.unfilled == ((*batch["cu_seq_lens_q"].diff().tolist(), 0) if missing else None)
     assert row.tokens == given + missing
     assert torch.equal(row.position_ids, filled["position_ids"])
     assert torch.equal(row.seq_idx[:, :given], batch["seq_idx"])
