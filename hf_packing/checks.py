@@ -5,6 +5,7 @@ accepted.
 """
 
 import re
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import lcm
@@ -53,6 +54,22 @@ def refuse_alignment(aligned: Any, why: str) -> None:
     for name in ALIGNMENT:
         if (value := getattr(aligned, name)) != 1:
             raise PackingError(f"{name}: expected 1 {why}, got {value}")
+
+
+class ShowsAlignment:
+    """A base class of dataclasses, whose text shows the arguments of ALIGNMENT only if they are not 1, so that texts
+    stored without them still compare equal."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # a dataclass then makes none
+            cls.__repr__ = ShowsAlignment.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}  # type: ignore[arg-type]
+        aligned = {name: value for name in ALIGNMENT if (value := shown.pop(name, 1)) != 1}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in (shown | aligned).items())
+        return f"{type(self).__qualname__}({arguments})"
 
 
 def check_seed(seed: Any) -> int:

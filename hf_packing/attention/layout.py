@@ -60,7 +60,7 @@ class Layout:
         rows: number of rows. All rows have the same number of tokens.
         bound: the max_length that comes with the batch. Batches of fixed shapes have the same one, which may be larger
             than the longest segment.
-        unfilled: number of tokens in each of these segments without those that only fill it up; None if none are filled.
+        unfilled: number of tokens in each of these segments without those that only fill it up; None without any.
         is_unpadded: whether the segments are the rows of a padded batch.
     """
 

@@ -49,7 +49,7 @@ class LongestSegment(DynamicInt):
     Args:
         longest: the length of the longest segment, or a constant above it in batches of fixed shapes.
         lengths: number of tokens in each segment that is not empty.
-        unfilled: number of tokens in each of these segments without those that only fill it up; None if none are filled.
+        unfilled: number of tokens in each of these segments without those that only fill it up; None without any.
         part: which part of its row the batch has, if several ranks run the row together; its segments are then pieces.
     """
 

@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.batch.segments import check_shapes
-from hf_packing.checks import check_alignment, check_optional_number, check_seed, refuse_alignment, set_fields
+from hf_packing.checks import (
+    ShowsAlignment,
+    check_alignment,
+    check_optional_number,
+    check_seed,
+    refuse_alignment,
+    set_fields,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import BoolArray, IntArray, Pieces, sums_of
 from hf_packing.planning.permutation import derive_key
@@ -157,7 +164,7 @@ def keep_rows(sizes: RowSizes, keep: BoolArray) -> FittedRows:
 
 
 @dataclass(frozen=True)
-class Batching(ABC):
+class Batching(ShowsAlignment, ABC):
     """The base class of TokenBudget, BucketBatches and InOrder. A batching decides which rows share a micro-batch."""
 
     needs_row_per_rank: ClassVar[bool] = True
@@ -243,9 +250,7 @@ class Batching(ABC):
                 f"tokens: expected at least {self.most_tokens}, the most of a micro-batch of {self!r}, got {tokens}"
             )
         if tokens % self.multiple:
-            raise PackingError(
-                f"tokens: expected a multiple of {self.multiple} for {self!r}, got {tokens}"
-            )
+            raise PackingError(f"tokens: expected a multiple of {self.multiple} for {self!r}, got {tokens}")
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "

@@ -199,7 +199,7 @@ class TokenBudget(Batching):
             raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
-        aligned = "" if self.align_documents == 1 else f", with documents filled up to multiples of {self.align_documents}"
+        how = f" in multiples of {self.multiple}, with documents filled up" if self.multiple > 1 else ""
         for unit, (has, most) in self._limited(sizes).items():
             large = np.flatnonzero(has > most)
             if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
@@ -207,8 +207,9 @@ class TokenBudget(Batching):
                 remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
                 holder = "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
                 raise PackingError(
-                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}{aligned if unit == 'tokens' else ''}, but {holder} may "
-                    f"have at most {most} (rows with too many: {len(large)} in all); {remedy}, or use overflow='drop'"
+                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
+                    f"{how if unit == 'tokens' else ''} (rows with too many: {len(large)} in all); {remedy}, or use "
+                    "overflow='drop'"
                 )
             fits[large] = False
         longest = ranks * self.most_tokens
