@@ -161,6 +161,7 @@ class Strategy(ShowsAlignment, ABC):
             segment_start=start,
             segment_length=np.minimum(coarse.segment_length.astype(np.int64) * unit, left),
             pack_capacity=coarse.pack_capacity.astype(np.int64) * unit,
+            proven_lower_bound=coarse.metrics().lower_bound,  # of filled documents, so at least that of the lengths
         )
 
     @property
