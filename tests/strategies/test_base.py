@@ -190,6 +190,7 @@ def test_a_token_column_bucket_is_a_column_like_any_other():
     assert hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["bucket"][:] == [[7], [8, 9]]
 
 
+@pytest.mark.filterwarnings("ignore:packing drops")
 @pytest.mark.parametrize("strategy", strategy_classes(), ids=lambda each: each.__name__)
 def test_aligned_plans_are_those_in_larger_units(strategy):
     """Also of windows, of documents that `map` packs, and with every treatment of long documents."""
@@ -216,7 +217,7 @@ def test_aligned_plans_are_those_in_larger_units(strategy):
     )
     assert repr(aligned).endswith("align_documents=8)")
     assert "align" not in repr(made_for(64, strategy))
-    assert hfp.compare(lengths, [aligned])[0].name.endswith("align_documents=8)")
+    assert "align_documents=8" in hfp.compare(lengths, [aligned])[0].name
 
 
 @pytest.mark.parametrize(
