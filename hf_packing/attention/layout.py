@@ -99,7 +99,7 @@ class Layout:
         """True if a segment may have keys that are not its own."""
         return self.has_branches
 
-    @property
+    @cached_property
     def has_tails(self) -> bool:
         """True if a document is filled up by tokens behind its own."""
         return any(0 < own < length for own, length in zip(self.unfilled or (), self.lengths, strict=False))

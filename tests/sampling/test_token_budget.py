@@ -206,10 +206,18 @@ BATCHINGS = st.one_of(
         hfp.TokenBudget,
         st.sampled_from([40, 41, 80, 200]),
         balance=st.sampled_from(["attention", "tokens"]),
+        align_documents=st.sampled_from([1, 8]),
+        align_tokens=st.sampled_from([1, 20]),
         max_documents=st.one_of(st.none(), st.integers(1, 6)),
         seed=st.integers(0, 9),
     ),
-    st.builds(hfp.BucketBatches, st.sampled_from([32, 64, 128]), seed=st.integers(0, 9)),
+    st.builds(
+        hfp.BucketBatches,
+        st.sampled_from([32, 64, 128]),
+        seed=st.integers(0, 9),
+        align_documents=st.sampled_from([1, 4]),
+        align_tokens=st.sampled_from([1, 16]),
+    ),
     st.builds(hfp.BucketBatches, st.sampled_from([32, 64]), order=st.just("short_to_long"), cycles=st.integers(1, 3)),
 )
 
