@@ -83,8 +83,6 @@ _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
 first attribute, and FSDP's checkpoint wrapper has the second attribute."""
 
-_MASK = "attention_mask"
-
 running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
 """The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
 models, but only the outermost forward reads the inputs."""
@@ -111,6 +109,8 @@ class Patch:
     """The replacements that the patch has installed for the forwards of modules, the latest first."""
     is_running: bool = False
     """True while the model's forward runs. Code traced by torch.compile can read this, but not `running`."""
+    hides_mask: bool = False
+    """True while the model's forward has an attention_mask that is for its routers only, not for its layers."""
     trusts_collator: bool = False
     """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
@@ -246,7 +246,7 @@ class PatchedForward(ReplacedForward):
         """Run the forward on a packed row or a row of trees, and return the output."""
         mask = self._mask_for_routers(inputs, layout)
         inputs = self._prepare(inputs, layout) | mask
-        with self._running(layout, None):
+        with self._running(layout, None, hides_mask=bool(mask)):
             # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
             forward = torch.compiler.disable(self.forward) if layout.has_prefixes else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
@@ -265,14 +265,14 @@ class PatchedForward(ReplacedForward):
         code = inspect.unwrap(type(self.model).forward).__code__
         if filled is None or "load_balancing_loss_func" not in code.co_names:
             return {}
-        return {_MASK: (filled != PADDING_SEGMENT).long().to(tokens_of(inputs).device)}
+        return {"attention_mask": (filled != PADDING_SEGMENT).long().to(tokens_of(inputs).device)}
 
     def _hiding_the_mask(self, inputs: Arguments) -> Arguments:
         """Return what the patched model passes to an inner model, without the mask that is for routers."""
-        if self.module is self.model or inputs.get(_MASK) is None:
+        if not self.patch.hides_mask or inputs.get("attention_mask") is None:
             return inputs
         ones = self.patch.route.method.mask_of_ones
-        return {**inputs, _MASK: torch.ones_like(inputs[_MASK]) if ones else None}
+        return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"]) if ones else None}
 
     @_itself_uncompiled
     def _run_padded(self, inputs: Arguments, rows: PaddedRows) -> Any:
@@ -302,18 +302,21 @@ class PatchedForward(ReplacedForward):
             return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.layout))
 
     @contextmanager
-    def _running(self, layout: Layout | None, rows: PaddedRows | None) -> Iterator[None]:
+    def _running(self, layout: Layout | None, rows: PaddedRows | None, hides_mask: bool = False) -> Iterator[None]:
         """Context manager: within the block, the model's forward is running on a layout or on padded rows, and
         transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
         by the current layout, so a mask need not do this."""
-        before = self.patch.is_running, masking_utils.find_packed_sequence_indices
-        self.patch.is_running, masking_utils.find_packed_sequence_indices = True, _find_unknown_borders
+        patch, before = self.patch, masking_utils.find_packed_sequence_indices
+        was_running, patch.is_running = patch.is_running, True
+        hid_mask, patch.hides_mask = patch.hides_mask, hides_mask
+        masking_utils.find_packed_sequence_indices = _find_unknown_borders
         models = *running.get(), id(self.model)
         try:
             with within(running, models), within(current_layout, layout), within(current_rows, rows):
                 yield
         finally:
-            self.patch.is_running, masking_utils.find_packed_sequence_indices = before
+            patch.is_running, patch.hides_mask = was_running, hid_mask
+            masking_utils.find_packed_sequence_indices = before
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _classify(self, args: Any, kwargs: Arguments) -> tuple[Arguments, Layout | None, PaddedRows | None]:
