@@ -56,6 +56,8 @@ MODELS = {
     "latent attention": lambda: patched("DeepseekV3", torch.float64),
     "sinks and experts": lambda: patched("GptOss", torch.float64, **EXPERTS),
     "experts": lambda: patched("Mixtral", torch.float64, **EXPERTS),
+    "qwen3_moe": lambda: patched_tiny("qwen3_moe", "causal", torch.float64, experts_implementation="eager", **EXPERTS),
+    "olmoe": lambda: patched_tiny("olmoe", "causal", torch.float64, experts_implementation="eager", **EXPERTS),
     "mamba": lambda: patched_tiny("mamba", "causal", torch.float64),
     "mamba2": lambda: patched_tiny("mamba2", "causal", torch.float64),
     "jamba": lambda: patched_tiny("jamba", "causal", torch.float64, experts_implementation="eager", **EXPERTS),
