@@ -44,11 +44,16 @@ HOME_OF = {
     "Answer": "training.lockstep",
     "in_lockstep": "training.lockstep",
     "items_in": "training.losses",
-    # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
+    # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch, gpu_kernels
     "Layout": "attention.layout",
     "current_layout": "attention.layout",
     "within": "attention.layout",
     "packed_varlen": "attention.function",
+    "attend_exactly": "attention.exact",
+    "KERNELS": "attention.kernels",
+    "Call": "attention.kernels",
+    "kernel_of": "attention.kernels",
+    "TreeSegments": "trees.segments",
     "row_mask": "attention.flex",
     "prove_on_batch": "attention",
 }

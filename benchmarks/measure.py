@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,24 @@ def recorded(script: str, named: str | None = None) -> Iterator[None]:
     result = {
         "benchmark": name,
         "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        **facts_of_this_machine(),
         "printed": printed.getvalue().splitlines(),
         "figures": figures,
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1, default=float) + "\n")
 
 
-VERSIONS = ("hf-packing", "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow")
+def facts_of_this_machine() -> dict[str, Any]:
+    """Return the processor, and the versions of Python and of the packages that are installed."""
+    versions = {}
+    for name in VERSIONS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    facts = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    return {**facts, "versions": versions}
+
+
+VERSIONS = ("hf-packing", "torch", "transformers", "trl", "accelerate", "flash-attn", "datasets", "numpy", "pyarrow")
 
 
 class Copy(io.StringIO):

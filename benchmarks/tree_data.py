@@ -103,6 +103,15 @@ def random_pairs(pairs: int = 300) -> Iterator[Document]:
             yield prompt + answer, len(prompt)
 
 
+def random_samples(prompts: int, each: int, prompt: int, answer: int) -> Iterator[Document]:
+    """Several answers to each prompt, of half to one and a half times these lengths."""
+    rng = np.random.default_rng(0)
+    for _ in range(prompts):
+        begin = random_tokens(rng, int(prompt * rng.uniform(0.5, 1.5)))
+        for _ in range(each):
+            yield begin + random_tokens(rng, int(answer * rng.uniform(0.5, 1.5))), len(begin)
+
+
 def chat_pairs(chats: int = 1000) -> Iterator[Document]:
     """Pairs with a conversation of up to four turns as the prompt; an answer of another conversation is rejected."""
     encode, rows = Texts(), read_rows("chat", chats)

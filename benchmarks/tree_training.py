@@ -96,25 +96,27 @@ def main() -> None:
             compare(name, of, documents, arguments.max_length, arguments.rounds)
 
 
-def compare(name: str, of: str, documents: Documents, max_length: int, rounds: int) -> None:
-    torch.manual_seed(0)
-    model = hfp.patch_model(MODELS[name](), trees=True)
-    rows = documents.as_dataset()
-    packed = hfp.pack(rows, hfp.BestFit(max_length))
-    trees = hfp.pack(rows, hfp.BestFit(max_length), share_prefixes=True)
-    sides = {"packed": packed, "trees": trees}
+def sides_of(documents: Documents, max_length: int) -> dict[str, tuple[list[dict[str, Any]], int]]:
+    """Return the batches of documents in packed rows and in rows of trees, one for each row, and their items."""
+    rows, strategy = documents.as_dataset(), hfp.BestFit(max_length)
+    sides = {"packed": hfp.pack(rows, strategy), "trees": hfp.pack(rows, strategy, share_prefixes=True)}
     batches = {side: [hfp.PackingCollator()([row]) for row in data] for side, data in sides.items()}
     items = {side: sum(int(items_in(batch, "token")) for batch in each) for side, each in batches.items()}
     assert items["packed"] == items["trees"]
-    calls: dict[str, Callable[[], float]] = {
-        side: partial(step, model, each, items[side]) for side, each in batches.items()
-    }
+    return {side: (batches[side], items[side]) for side in sides}
+
+
+def compare(name: str, of: str, documents: Documents, max_length: int, rounds: int) -> None:
+    torch.manual_seed(0)
+    model = hfp.patch_model(MODELS[name](), trees=True)
+    sides = sides_of(documents, max_length)
+    calls: dict[str, Callable[[], float]] = {side: partial(step, model, *given) for side, given in sides.items()}
     losses = {side: call() for side, call in calls.items()}  # also warms up
     assert abs(losses["packed"] - losses["trees"]) <= EQUAL_LOSS * losses["packed"], losses
     seconds = in_turn(calls, rounds, time.process_time)
     gains = [one / other for one, other in zip(seconds["packed"], seconds["trees"], strict=True)]
     raw = int(documents.lengths.sum())
-    fewer = raw / sum(batch["input_ids"].shape[1] for batch in batches["trees"])
+    fewer = raw / sum(batch["input_ids"].shape[1] for batch in sides["trees"][0])
     gain = statistics.median(gains)
     print(f"{name:11} {of:27}{raw:8,}{fewer:8.2f}{gain:6.2f} ({min(gains):.2f}-{max(gains):.2f}){gain / fewer:10.2f}")
     sys.stdout.flush()

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,25 +41,38 @@ def model_of(args: argparse.Namespace) -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(config)
 
 
-def measure(args: argparse.Namespace, ranks: int, accelerator: Accelerator) -> dict[str, object]:
-    """Run the steps on this process, and return the seconds of each and the peak memory of a process in MB."""
-    tokens = torch.randint(1024, (args.tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    documents = Dataset.from_dict({"input_ids": [tokens]})
-    model = model_of(args)
-    budget = hfp.TokenBudget(-(-args.tokens // ranks), max_ranks_per_document=ranks)
+def steps_on(
+    accelerator: Accelerator,
+    model: transformers.PreTrainedModel,
+    tokens: int,
+    ranks: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Run steps on a random document on so many ranks, and return the seconds of each but the first."""
+    vocabulary, seed = model.config.vocab_size, torch.Generator().manual_seed(0)
+    documents = Dataset.from_dict({"input_ids": [torch.randint(vocabulary, (tokens,), generator=seed).tolist()]})
+    budget = hfp.TokenBudget(-(-tokens // ranks), max_ranks_per_document=ranks)
     loader = hfp.prepare_dataloader(accelerator, documents, budget, model=model)
-    model = accelerator.prepare(model)
-    before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
-    for _ in range(args.steps + 1):  # the first one also proves, and warms up
+    model, seconds = accelerator.prepare(model), []
+    for _ in range(steps + 1):  # the first one also proves, and warms up
         for batch in loader:
-            begin = time.perf_counter()
+            begin = clock()
             accelerator.backward(hfp.compute_loss(model, batch))
             accelerator.wait_for_everyone()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(clock() - begin)
             model.zero_grad()
+    return seconds[1:]
+
+
+def measure(args: argparse.Namespace, ranks: int, accelerator: Accelerator) -> dict[str, object]:
+    """Run the steps on this process, and return the seconds of each and the peak memory of a process in MB."""
+    model = model_of(args)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = steps_on(accelerator, model, args.tokens, ranks, args.steps)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     most = accelerator.gather(torch.tensor([float(peak)])).max().item()
-    return {"seconds": seconds[1:], "peak": most / 1024}
+    return {"seconds": seconds, "peak": most / 1024}
 
 
 def run(args: argparse.Namespace, ranks: int) -> dict[str, Any]:

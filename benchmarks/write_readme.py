@@ -14,21 +14,23 @@ HERE = Path(__file__).parent
 HEAD = """# Benchmarks
 
 `make bench` runs them and writes `results/*.json` and this page, except for the plan in shards, which takes minutes,
-and `gpu_train.py`, which needs a GPU: its result is from another machine. To run one, call `python
-benchmarks/NAME.py`, with `--save` to keep its result. Both sides of a comparison run in turn in one process on the
-same data; ratios are medians over the rounds, with the smallest and the largest. Machines are noisy: trust ratios, not
-seconds.
+and `gpu.py`, which runs [all that needs a GPU](../docs/guides/gpus.md). To run one, call `python benchmarks/NAME.py`,
+with `--save` to keep its result. Both sides of a comparison run in turn in one process on the same data; ratios are
+medians over the rounds, with the smallest and the largest. Machines are noisy: trust ratios, not seconds.
 """
 
 
 def section(result: dict) -> str:
     """Return one benchmark's heading, purpose, command, machine and figures."""
-    script = HERE.parent / shlex.split(result["command"])[1]
-    first, *others = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")
-    about = "\n\n".join(paragraph for paragraph in others if not paragraph.startswith("python "))
     printed = "\n".join(line.rstrip() for line in result["printed"]).strip("\n")
-    parts = [f"## {result['benchmark']}", first, about, f"`{result['command']}`", f"```\n{printed}\n```"]
-    return "\n\n".join(part for part in parts if part)
+    about = result.get("about") or about_script(HERE.parent / shlex.split(result["command"])[1])
+    return "\n\n".join([f"## {result['benchmark']}", *about, f"`{result['command']}`", f"```\n{printed}\n```"])
+
+
+def about_script(script: Path) -> list[str]:
+    """Return the paragraphs of a script's docstring, without that of its command."""
+    paragraphs = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")
+    return [paragraph for paragraph in paragraphs if not paragraph.startswith("python ")]
 
 
 def page() -> str:

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("default"), max_examples=150)  # of make test-all
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=100)  # of make test-all
 settings.load_profile("default")
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +60,8 @@ def one_thread():
     import torch  # the process that hands out the tests needs none
 
     torch.set_num_threads(1)
+    # pytest would listen to it, and torch would write down all that it compiles
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,7 +28,8 @@ HOME = "README.md"
 """The home page of the site. Links to the README of the repository, a shorter version, lead to this page."""
 
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
-API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
+API_TABLE = re.compile(r"^\| name \|.*?\n(?=\n|\Z)", re.DOTALL | re.MULTILINE)
+API_NAME = re.compile(r"`([\w.]+)[`(]")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -53,7 +54,15 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             return f"{text}({Path(os.path.relpath(pages[path], here)).as_posix()}{fragment or ''})"
         return text[1:-1] if path.exists() else link[0]  # a file that is not a page has no address
 
-    return API.sub(r"\n::: hf_packing.\1\n", LINK.sub(rewritten, markdown))
+    markdown = LINK.sub(rewritten, markdown)
+    return API_TABLE.sub(with_docstrings, markdown) if page.file.src_uri == "API.md" else markdown
+
+
+def with_docstrings(table: re.Match[str]) -> str:
+    """Return a table of names with their docstrings below it."""
+    cells = [row.split("|")[1] for row in table[0].splitlines()]
+    names = [name for cell in cells for name in API_NAME.findall(cell)]
+    return table[0] + "".join(f"\n::: hf_packing.{name}\n" for name in names)
 
 
 def path_in_repository(file: File, config: MkDocsConfig) -> Path:

@@ -165,7 +165,7 @@ def routes() -> Figure:
                     each.plot([border] * 2, [y, y + HEIGHT], color=LEAKS, linewidth=2, linestyle=(0, (2, 1.5)))
             arrow(each, (sum(lengths) / 2, y - 0.36), (sum(lengths) / 2, y - 0.02), mutation_scale=11, linewidth=1.2)
         note(each, sum(lengths) + 0.3, -4.5, "packed row")
-        each.set(xlim=(-0.2, sum(lengths) + 3.2), ylim=(-5.0, 0.75))
+        each.set(xlim=(-0.2, sum(lengths) + 3.8), ylim=(-5.0, 0.75))
         title(each, route)
     return figure
 
@@ -272,7 +272,7 @@ def bucket_batches() -> Figure:
 def length_schedule() -> Figure:
     """One row in four steps of a schedule; a line is an extra border."""
     figure, (axes,) = figure_of(1, (12, 3.2))
-    documents, steps = [(0, 13), (1, 4), (2, 9), (3, 6)], 30
+    documents, steps = [(0, 13), (1, 5), (2, 9), (3, 5)], 30
     row = sum(tokens for _, tokens in documents)
     schedule = hfp.LengthSchedule(2, steps)
     for number, step in enumerate((0, 5, 10, steps)):

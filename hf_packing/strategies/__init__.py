@@ -13,7 +13,7 @@ best fit and first fit are in planning/best_fit.py.
     sequential.py   FixedLength, FirstCome and Multipack
     compare.py      the function compare, which plans the same lengths with several strategies
 
-A new strategy is a class with `@register_strategy` in a module of this package, a page in docs/strategies, and tests of
-the strategy's own behavior. The command line, the tests of all strategies and the error messages find the class in the
-registry. CONTRIBUTING.md lists all steps for a new strategy.
+A new strategy is a class with `@register_strategy` in a module of this package, a section in docs/guides/strategies.md,
+and tests of the strategy's own behavior. The command line, the tests of all strategies and the error messages find the
+class in the registry. CONTRIBUTING.md lists all steps for a new strategy.
 """

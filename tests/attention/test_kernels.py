@@ -196,8 +196,8 @@ def has_no_gradient_for_keys(given):
     return of_flash_attn(given | {"k": given["k"].detach()})
 
 
-def llama():
-    return tiny_model("llama", "causal")
+def llama(**changes):
+    return tiny_model("llama", "causal", **changes)
 
 
 def falls_back(name="flash-attn 2", reason=".*", to=TORCH_KERNEL):
@@ -259,7 +259,7 @@ def test_kernels_are_not_to_blame_where_exact_attention_fails_too():
 @pytest.mark.filterwarnings("ignore:(?!an attention kernel)")  # of torch, while it traces
 @pytest.mark.usefixtures("as_on_cuda")
 def test_compiled_code_does_not_keep_a_kernel_that_has_failed():
-    model = hfp.patch_model(llama())
+    model = hfp.patch_model(llama(num_hidden_layers=1))
     expected = model(**ONE).logits
     use(stand_in("flash-attn 2", NEWEST, has_another_scale))
     compiled = torch.compile(model, backend="eager")

@@ -472,7 +472,7 @@ def test_a_task_that_always_kills_its_process(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_driver_is_killed_ten_times(tmp_path):
+def test_the_driver_is_killed_five_times(tmp_path):
     files = write_files(tmp_path / "files", (60,) * 24)
     settings = {"tasks": 24}
     pack_here(files, tmp_path / "undisturbed", **settings)
@@ -480,7 +480,7 @@ def test_the_driver_is_killed_ten_times(tmp_path):
     assert run_driver(files, tmp_path / "timed", **settings)[0] == 0
     took = time.monotonic() - began
     chance = random.Random(0)
-    for _ in range(10):
+    for _ in range(5):
         process = start_driver(files, tmp_path / "out", **settings)
         time.sleep(chance.uniform(0.1, 0.9 * took))
         os.kill(process.pid, signal.SIGKILL)

@@ -19,8 +19,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
-import training_process
-
 HANGS = 600
 """Seconds after which processes are taken to hang, also on a busy machine."""
 
@@ -107,6 +105,8 @@ def is_of_tests(path):
 
 def run(folder, runs, ranks, fails=False):
     """Do runs of training_process.py, settings by name, one after the other on so many processes; see `on_ranks`."""
+    import training_process  # which needs TRL, as tests of kernels on a GPU do not
+
     for settings in runs.values():
         assert settings.keys() <= training_process.SETTINGS.keys(), settings
     return on_ranks(training_process.train_all, folder, runs, ranks=ranks, fails=fails)

@@ -93,7 +93,7 @@ def test_formats(form):
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["row groups", "jsonl", "generator"])
-def test_two_hundred_kills(kind, workers, tmp_path):
+def test_a_hundred_kills(kind, workers, tmp_path):
     """In the nine cases, in the first, a middle and the last window, twice in a row; with maps around the packing."""
     opened, rng = write_source(tmp_path, kind, files=6), np.random.default_rng(workers)
 
@@ -105,7 +105,7 @@ def test_two_hundred_kills(kind, workers, tmp_path):
     rows = list(loader())
     assert len(rows) > 40
     assert names_in(rows) != sorted(names_in(rows))
-    for begin in [0, len(rows) // 2 - 2, len(rows) - 8] * 4:
+    for begin in [0, len(rows) // 2 - 2, len(rows) - 8] * 2:
         stops = [begin + int(rng.integers(1, 5))]
         if workers < 2 or begin < len(rows) - 8:  # datasets repeats the rows of workers that read none after a resume
             stops.append(int(rng.integers(workers, min(len(rows) - stops[0], 20))))

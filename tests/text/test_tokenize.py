@@ -839,10 +839,10 @@ def test_rows_with_tokens_are_given_as_they_are(tmp_path, words, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["toolcall", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "instruct", "math", "wiki"))]
+    "name", ["toolcall", *(pytest.param(name, marks=pytest.mark.slow) for name in ("math", "wiki"))]
 )
 def test_lengths_of_real_documents(shared_data, tmp_path, name):
-    separator = "\n" if name in ("instruct", "math") else None
+    separator = "\n" if name == "math" else None
     tokenizer = text_tokenizer(load_tokenizer(str(shared_data / "tokenizer.json")), separator=separator)
     tokens = Documents(str(shared_data / f"{name}.jsonl.gz")).tokens(tokenizer, tmp_path / "tokens.arrow")
     lengths = np.array(list(map(len, tokens["input_ids"])))

@@ -441,7 +441,7 @@ COMPILED = {
 @pytest.mark.parametrize("how", fast_only(COMPILED, "head"))
 def test_compiled_models(how, caplog):
     torch._dynamo.reset()
-    model = patched()
+    model = patched(num_hidden_layers=1)
     compiled = COMPILED[how](model)
     if how == "layers":
         check_equal(model, close=2e-6)
