@@ -48,7 +48,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-BENCHMARKS := plan strategies pack trees tree_training tree_pairs score_trees lazy collate loader samplers long_documents two_ranks attention block_mask by_segment shapes patching first_batch head training padded_batches score masking streams mixtures lockstep fleet_pack startup
+BENCHMARKS := plan strategies pack alignment trees tree_training tree_pairs score_trees lazy collate loader samplers long_documents two_ranks attention block_mask by_segment shapes patching first_batch head training padded_batches score masking streams mixtures lockstep fleet_pack startup
 
 bench: $(INSTALLED)
 	for name in $(BENCHMARKS); do $(VENV)/bin/python benchmarks/$$name.py --save || exit 1; done

@@ -32,7 +32,7 @@ HOME_OF = {
     "RankLayout": "planning.rank_layout",
     "join_layouts": "planning.rank_layout",
     "plan_exchange": "planning.rank_layout",
-    # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
+    # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking, alignment
     "sizes_of": "sampling.sizes",
     "RankBatchSampler": "sampling.sampler",
     "SampledRows": "sampling.rows",

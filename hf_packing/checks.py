@@ -5,8 +5,10 @@ accepted.
 """
 
 import re
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from math import lcm
 from typing import Any, get_args
 
 import numpy as np
@@ -35,6 +37,39 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int 
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
         raise PackingError(f"{name}: expected an integer from {minimum} to {maximum}, got {value!r}")
     return int(value)
+
+
+ALIGNMENT = ("align_documents", "align_tokens")
+"""The arguments that ask for multiples: of every document's length, and of the number of tokens in a batch."""
+
+
+def check_alignment(aligned: Any) -> int:
+    """Return what the number of tokens in a batch is a multiple of, given an object with both arguments of ALIGNMENT:
+    their least common multiple, so that what fills up the batch is aligned, too."""
+    return lcm(*(check_whole_number(name, getattr(aligned, name)) for name in ALIGNMENT))
+
+
+def refuse_alignment(aligned: Any, why: str) -> None:
+    """Raise PackingError if an object has an argument of ALIGNMENT other than 1."""
+    for name in ALIGNMENT:
+        if (value := getattr(aligned, name)) != 1:
+            raise PackingError(f"{name}: expected 1 {why}, got {value}")
+
+
+class ShowsAlignment:
+    """A base class of dataclasses, whose text shows the arguments of ALIGNMENT only if they are not 1, so that texts
+    stored without them still compare equal."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # a dataclass then makes none
+            cls.__repr__ = ShowsAlignment.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}  # type: ignore[arg-type]
+        aligned = {name: value for name in ALIGNMENT if (value := shown.pop(name, 1)) != 1}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in (shown | aligned).items())
+        return f"{type(self).__qualname__}({arguments})"
 
 
 def check_seed(seed: Any) -> int:

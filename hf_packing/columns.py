@@ -25,7 +25,7 @@ BUCKET = "bucket"
 SEQ_IDX = "seq_idx"
 """The column with the index of the segment that each token belongs to."""
 PADDING_SEGMENT = -1
-"""The segment index of tokens that only fill a batch of fixed shapes, as in the kernels of causal-conv1d."""
+"""The segment index of tokens that only fill up a segment or a batch, as in the kernels of causal-conv1d."""
 COPIED_SEGMENT = -2
 """The segment index of a copy's tokens: a row that stands in for one that is missing, so that all ranks have a batch. A
 second segment of copies has the index -3, and so on. Only tokens with an index of at least 0 are those of a dataset."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
-from hf_packing.attention.layout import read_layout
+from hf_packing.attention.layout import read_layout, roots
 from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, on_any_rank, prove
 from hf_packing.attention.runs import Runner
@@ -25,6 +26,7 @@ from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
@@ -67,10 +69,14 @@ class BatchCase(Case):
         # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
         taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
         self.inputs = send_to_device({name: each for name, each in batch.items() if name in taken}, runner.device)
-        trees = read_layout(self.inputs, training=True).trees
+        layout = read_layout(self.inputs, training=True)
+        trees, places = layout.trees, np.arange(layout.trees.tokens)
+        if layout.unfilled is not None:  # filled tokens are of no document
+            own = np.array(layout.unfilled)
+            trees, places = roots(own[own > 0].tolist()), indices_in_ranges(layout.trees.begins[:-1], own)
         ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
-        tokens = self.inputs["input_ids"].flatten()
-        self.places = torch.arange(len(tokens), device=runner.device)
+        self.places = torch.from_numpy(places).to(runner.device)
+        tokens = self.inputs["input_ids"].flatten()[self.places]
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
         self.replacements = [_segments_to_replace(trees)]
         replaced = self.replacements[0]
@@ -200,7 +206,9 @@ def locate_leak(case: BatchCase) -> str:
     of the module that contains it. All ranks make the same calls.
     """
     model, document, (replaced,) = case.model, case.sample[0], case.replacements
-    kept, own = ~case.has_tokens(case.may_notice(replaced)), case.has_tokens(case.paths[document or 0])
+    kept, own = torch.zeros(2, case.inputs["input_ids"].numel(), dtype=torch.bool, device=case.places.device)
+    kept[case.places] = ~case.has_tokens(case.may_notice(replaced))
+    own[case.places] = case.has_tokens(case.paths[document or 0])
     with case.undisturbed(), case.runner.eagerly():
         packed, changed, inside = (
             _record(model, len(own), places, case.run, each)

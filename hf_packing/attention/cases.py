@@ -198,6 +198,8 @@ class Case:
         found = torch.autograd.grad(score, [leaf for _, leaf in embedded], retain_graph=True, materialize_grads=True)
         places = torch.cat([tokens if self.is_embedded_at_once else ids.flatten() for ids, _ in embedded])
         flat = torch.cat([each.flatten(0, -2) for each in found]).float()
+        if self.is_embedded_at_once and len(flat) > len(places):  # tokens that fill up the batch are of no document
+            flat = flat[self.places]
         return flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, places, flat)
 
     def owned_by(self, *documents: int) -> Tensor:
@@ -227,12 +229,12 @@ class Case:
         tokens = self.with_replaced(replaced)
         if not gradients:
             return Run([each.detach() for each in self.outputs(tokens)])
-        with self.runner.eagerly(), torch.enable_grad(), self._leaves(tokens) as embedded:
+        with self.runner.eagerly(), torch.enable_grad(), self._leaves(self.inputs["input_ids"].flatten()) as embedded:
             made = Run(self.outputs(tokens))
-            found = Run([each.detach() for each in made.outputs])
+            found, everything = Run([each.detach() for each in made.outputs]), torch.arange(len(tokens)).to(tokens)
             for documents in self.graded:
                 outputs = [made.of(self.paths[each]) for each in documents]
-                own, reach = self.gradients(outputs, embedded, documents, self.places)
+                own, reach = self.gradients(outputs, embedded, documents, everything)
                 if not own:
                     break
                 found.gradients |= own

@@ -76,7 +76,7 @@ from hf_packing.attention.snapshot import Attention, attention_now, attention_of
 from hf_packing.attention.split_row import SplitLayout
 from hf_packing.batch.loader import check_loader
 from hf_packing.batch.segments import part_in
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PADDING_SEGMENT, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -109,6 +109,8 @@ class Patch:
     """The replacements that the patch has installed for the forwards of modules, the latest first."""
     is_running: bool = False
     """True while the model's forward runs. Code traced by torch.compile can read this, but not `running`."""
+    hides_mask: bool = False
+    """True while the model's forward has an attention_mask that is for its routers only, not for its layers."""
     trusts_collator: bool = False
     """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
@@ -208,7 +210,8 @@ class PatchedForward(ReplacedForward):
         if args and args[0] is self.module:  # accelerate makes a method of this object
             args = args[1:]
         if torch.compiler.is_compiling() and (self.patch.is_running or not self.installed):
-            return self.forward(*args, **kwargs)  # an inner model, so that the patched model becomes a single graph
+            # an inner model, so that the patched model becomes a single graph
+            return self.forward(*args, **self._hiding_the_mask(kwargs))
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if self.installed and (is_traced or torch.compiler.is_exporting()):
             raise PackingError(
@@ -223,7 +226,7 @@ class PatchedForward(ReplacedForward):
         if id(self.model) in running.get() and self.installed:  # within the forward of the patched model
             rows = current_rows.get()
             if rows is None or not self.is_backbone:
-                return self.forward(*args, **kwargs)
+                return self.forward(*args, **self._hiding_the_mask(kwargs))
             return self._run_backbone(self.signature.by_name(args, kwargs), rows)
         with _lock:
             if not self.installed:
@@ -241,18 +244,35 @@ class PatchedForward(ReplacedForward):
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
-        inputs = self._prepare(inputs, layout)
-        with self._running(layout, None):
+        mask = self._mask_for_routers(inputs, layout)
+        inputs = self._prepare(inputs, layout) | mask
+        with self._running(layout, None, hides_mask=bool(mask)):
             # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
             forward = torch.compiler.disable(self.forward) if layout.has_prefixes else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
-        if layout.padding and getattr(output, "aux_loss", None) is not None:
+        if layout.unfilled is not None and not mask and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
-                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
-                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
-                "shape"
+                f"aux_loss: expected none with batches that are filled up, since {type(self.model).__name__} would "
+                "also compute the loss of its routers for the filled tokens; pass output_router_logits=False, or "
+                "batches without tokens, align_documents and align_tokens"
             )
         return output
+
+    def _mask_for_routers(self, inputs: Inputs, layout: Layout) -> Arguments:
+        """Return the attention_mask with which a model leaves filled tokens out of the loss of its routers, if it has
+        one in transformers' way. Its layers do not get the mask."""
+        filled = inputs.get(SEQ_IDX) if layout.unfilled is not None and self.module is self.model else None
+        code = inspect.unwrap(type(self.model).forward).__code__
+        if filled is None or "load_balancing_loss_func" not in code.co_names:
+            return {}
+        return {"attention_mask": (filled != PADDING_SEGMENT).long().to(tokens_of(inputs).device)}
+
+    def _hiding_the_mask(self, inputs: Arguments) -> Arguments:
+        """Return what the patched model passes to an inner model, without the mask that is for routers."""
+        if not self.patch.hides_mask or inputs.get("attention_mask") is None:
+            return inputs
+        ones = self.patch.route.method.mask_of_ones
+        return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"]) if ones else None}
 
     @_itself_uncompiled
     def _run_padded(self, inputs: Arguments, rows: PaddedRows) -> Any:
@@ -282,18 +302,21 @@ class PatchedForward(ReplacedForward):
             return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.layout))
 
     @contextmanager
-    def _running(self, layout: Layout | None, rows: PaddedRows | None) -> Iterator[None]:
+    def _running(self, layout: Layout | None, rows: PaddedRows | None, hides_mask: bool = False) -> Iterator[None]:
         """Context manager: within the block, the model's forward is running on a layout or on padded rows, and
         transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
         by the current layout, so a mask need not do this."""
-        before = self.patch.is_running, masking_utils.find_packed_sequence_indices
-        self.patch.is_running, masking_utils.find_packed_sequence_indices = True, _find_unknown_borders
+        patch, before = self.patch, masking_utils.find_packed_sequence_indices
+        was_running, patch.is_running = patch.is_running, True
+        hid_mask, patch.hides_mask = patch.hides_mask, hides_mask
+        masking_utils.find_packed_sequence_indices = _find_unknown_borders
         models = *running.get(), id(self.model)
         try:
             with within(running, models), within(current_layout, layout), within(current_rows, rows):
                 yield
         finally:
-            self.patch.is_running, masking_utils.find_packed_sequence_indices = before
+            patch.is_running, patch.hides_mask = was_running, hid_mask
+            masking_utils.find_packed_sequence_indices = before
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _classify(self, args: Any, kwargs: Arguments) -> tuple[Arguments, Layout | None, PaddedRows | None]:
@@ -349,7 +372,7 @@ class PatchedForward(ReplacedForward):
                 "of trees; call patch_model(model, trees=True) before training"
             )
         if known is not None:
-            self.patch.trusts_collator = (known.lengths, known.padding) == (layout.lengths, layout.padding)
+            self.patch.trusts_collator = (known.lengths, known.unfilled) == (layout.lengths, layout.unfilled)
         return layout
 
     def _check_rows(self, rows: PaddedRows, inputs: Inputs) -> None:

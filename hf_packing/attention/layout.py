@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_packing.attention.model import Arguments, Inputs
 from hf_packing.attention.token_axes import Place, length_of
-from hf_packing.batch.segments import LongestSegment, ends_in_padding, lengths_between, read_borders
+from hf_packing.batch.segments import LongestSegment, lengths_between, positions_of, read_borders, unfilled_lengths
 from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
@@ -60,7 +60,7 @@ class Layout:
         rows: number of rows. All rows have the same number of tokens.
         bound: the max_length that comes with the batch. Batches of fixed shapes have the same one, which may be larger
             than the longest segment.
-        padding: number of tokens at the end that only fill a batch of fixed shapes. They are the last segment.
+        unfilled: number of tokens in each of these segments without those that only fill it up; None without any.
         is_unpadded: whether the segments are the rows of a padded batch.
     """
 
@@ -68,7 +68,7 @@ class Layout:
     trees: TreeSegments
     rows: int = 1
     bound: int = 0
-    padding: int = 0
+    unfilled: tuple[int, ...] | None = None
     is_unpadded: bool = False
 
     @classmethod
@@ -100,6 +100,11 @@ class Layout:
         return self.has_branches
 
     @cached_property
+    def has_tails(self) -> bool:
+        """True if a document is filled up by tokens behind its own."""
+        return any(0 < own < length for own, length in zip(self.unfilled or (), self.lengths, strict=False))
+
+    @cached_property
     def path_lengths(self) -> list[int]:
         """The number of tokens in each path, from a root to a segment that has nothing below it."""
         ends: list[int] = (self.trees.depths + self.lengths)[[*self.trees.leaves]].tolist()
@@ -127,10 +132,10 @@ class Layout:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """The position of each token in its document, int64 [rows, tokens]. Positions start at 0 in every root. In
-        padding, they start again before they exceed those of all documents: some models depend on the largest one."""
-        positions = self.trees.position_ids.astype(np.int64)
-        return self._of_tokens(positions % max(self.lengths[:-1]) if self.padding else positions)
+        """The position of each token in its document, int64 [rows, tokens]. Positions start at 0 in every root."""
+        if self.unfilled is None:
+            return self._of_tokens(self.trees.position_ids.astype(np.int64))
+        return self._of_tokens(positions_of(self.lengths, self.unfilled))
 
     @cached_property
     def seq_idx(self) -> Tensor:
@@ -334,7 +339,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
         borders.to(tokens.device, torch.int32),
         roots(lengths),
         bound=bound if isinstance(bound, int) else 0,
-        padding=lengths[-1] if ends_in_padding(inputs) else 0,
+        unfilled=unfilled_lengths(inputs, known[: len(lengths) + 1]),
     )
 
 
@@ -373,7 +378,7 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
     if tokens.shape != (1, sum(longest.lengths)):
         return None
     borders = borders.to(tokens.device)
-    return Layout(borders, roots(longest.lengths), bound=int(longest), padding=longest.padding)
+    return Layout(borders, roots(longest.lengths), bound=int(longest), unfilled=longest.unfilled)
 
 
 def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:

@@ -6,7 +6,7 @@ A segment is a document, or a part of a document, in a row. All columns that des
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ from hf_packing.batch.segments import (
     check_length,
     check_mask,
     check_shapes,
-    fill_to_shape,
+    fill_up,
     lengths_in_column,
 )
 from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
-from hf_packing.checks import check_whole_numbers
+from hf_packing.checks import check_alignment, check_whole_numbers, refuse_alignment
 from hf_packing.columns import (
     ATTENTION_MASK,
     COPIED_SEGMENT,
@@ -67,6 +67,10 @@ class PackingCollator:
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
     changes the result of some models, and its positions are not larger than those of the longest document.
 
+    With `align_documents` and `align_tokens`, the length of every segment and the number of tokens in the batch are
+    multiples of these numbers, as FP8 and tensor parallelism need them. Every segment is filled up by a tail, and the
+    batch by one segment at the end, with the same tokens and positions. Filled tokens have no labels and seq_idx -1.
+
     Rows of trees, which `pack(..., share_prefixes=True)` returns, have columns of their own, and make batches of their
     own. In such a row, a prefix that documents share stands once. The rest of a document is in segments, each of which
     follows its parent.
@@ -77,18 +81,21 @@ class PackingCollator:
         tokens: number of tokens in every batch; None for as many as the rows have. Pass it with max_segments.
         max_segments: number of segments in every batch, including the one that fills the batch and empty segments at
             the end; at least 2.
+        align_documents: the length of every segment is a multiple of this number. Only for models whose tokens do not
+            see later ones, and not for rows of trees; so a token sees nothing of the tail behind it.
+        align_tokens: the number of tokens in the batch is a multiple of this number, and of align_documents.
 
     Returns:
         A call with a list of rows returns this dict, in which `tokens` and `segments` are totals over all rows:
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
             keep_first_labels is True.
         token_type_ids: int64 [1, tokens], if the rows have this column.
-        further columns of numbers: int64, float32 or bool [1, tokens]; 0 for tokens that only fill the batch.
+        further columns of numbers: int64, float32 or bool [1, tokens]; 0 for tokens that only fill up the batch.
         cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0. With
             max_segments, int32 [max_segments + 1]: after the last segment, all values are `tokens`.
         max_length_q, max_length_k: int, the number of tokens in the longest segment, or `tokens` if this is given.
-        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch, and less
-            for the segments of a row that is only a copy, whose own seq_idx is less than -1.
+        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill up the batch, and
+            less for the segments of a row that is only a copy, whose own seq_idx is less than -1.
         Rows of trees make this dict, which has neither labels nor cu_seq_lens, so that no model computes a loss of its
         own; use `compute_loss`:
         input_ids, position_ids: int64 [1, tokens]; a position is the number of tokens before it in its documents.
@@ -119,10 +126,23 @@ class PackingCollator:
     keep_first_labels: bool = False
     tokens: int | None = None
     max_segments: int | None = None
+    align_documents: int = field(default=1, kw_only=True)
+    align_tokens: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
+        multiple = check_alignment(self)
         if self.tokens is not None or self.max_segments is not None:
-            check_shapes(self.tokens, self.max_segments)
+            tokens, _ = check_shapes(self.tokens, self.max_segments)
+            if tokens % multiple:
+                raise PackingError(
+                    f"tokens: expected a multiple of {multiple} with align_documents={self.align_documents} and "
+                    f"align_tokens={self.align_tokens}, got {tokens}"
+                )
+        if self.keep_first_labels and self.align_documents > 1:
+            raise PackingError(
+                "align_documents: expected 1 with keep_first_labels=True, since tokens of such models see those that "
+                f"fill up their document, got {self.align_documents}; align_tokens fills up the batch alone"
+            )
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         refuse_dispatched_batches(self)
@@ -144,6 +164,7 @@ class PackingCollator:
             raise PackingError(
                 f"tokens: expected None for rows of trees, which have no fixed shapes, got {self.tokens}"
             )
+        refuse_alignment(self, "for rows of trees")
         for number, row in enumerate(rows):
             check_tree_row(row, number)
         columns = {name: _read_column(name, rows) for name in TREE_COLUMNS}
@@ -172,9 +193,7 @@ class PackingCollator:
             SEQ_IDX: torch.from_numpy(np.repeat(_number_segments(rows, tokens, begin), lengths)[None]),
             **_passed_on(rows, tokens),
         }
-        if self.tokens is not None and self.max_segments is not None:
-            batch = fill_to_shape(batch, self.tokens, self.max_segments)
-        return batch
+        return fill_up(batch, self.align_documents, self.align_tokens, self.tokens, self.max_segments)
 
 
 def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:

@@ -1,10 +1,16 @@
-"""The segments of a row or a batch: read from columns, cut by extra borders, or filled up to a fixed shape."""
+"""The segments of a row or a batch: read from columns, cut by extra borders, or filled up.
+
+Filled tokens are no tokens of the dataset: the tail of a segment up to a multiple, or segments at the end of a batch.
+"""
 
 from collections.abc import Mapping, Sequence, Sized
 from itertools import pairwise
+from math import lcm
+from operator import add
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,7 +35,7 @@ from hf_packing.columns import (
     SEQ_LENGTHS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.rank_layout import RowPart
 
 
@@ -43,23 +49,24 @@ class LongestSegment(DynamicInt):
     Args:
         longest: the length of the longest segment, or a constant above it in batches of fixed shapes.
         lengths: number of tokens in each segment that is not empty.
-        padding: number of tokens in the last segment, if that only fills a batch of fixed shapes.
+        unfilled: number of tokens in each of these segments without those that only fill it up; None without any.
         part: which part of its row the batch has, if several ranks run the row together; its segments are then pieces.
     """
 
     lengths: tuple[int, ...]
-    padding: int
+    unfilled: tuple[int, ...] | None
     part: RowPart | None
 
     def __new__(
-        cls, longest: int, lengths: Sequence[int], padding: int = 0, part: RowPart | None = None
+        cls, longest: int, lengths: Sequence[int], unfilled: Sequence[int] | None = None, part: RowPart | None = None
     ) -> "LongestSegment":
         self = super().__new__(cls, longest)
-        self.lengths, self.padding, self.part = tuple(lengths), padding, part
+        self.lengths, self.part = tuple(lengths), part
+        self.unfilled = None if unfilled is None else tuple(unfilled)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LongestSegment, (int(self), self.lengths, self.padding, self.part)
+        return LongestSegment, (int(self), self.lengths, self.unfilled, self.part)
 
     __repr__ = int.__repr__
 
@@ -130,11 +137,13 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     """
     seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, POSITION_IDS))
     found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
+    filled = is_filled(inputs)  # positions then begin again in tails, too
     if seq_idx is not None:
-        found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
+        numbers = seq_idx[seq_idx != PADDING_SEGMENT][None] if filled and found else seq_idx.expand(rows, -1)
+        found[SEQ_IDX] = borders_from_positions(numbers, step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
-    if positions is not None and positions.ndim == 2 and not ends_in_padding(inputs):  # where positions begin again
+    if positions is not None and positions.ndim == 2 and not filled:
         found[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1))
     elif positions is not None and not found:
         raise PackingError(
@@ -143,9 +152,12 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
         )
     first, known = next(iter(found), ""), {name: lengths_between(each.tolist()) for name, each in found.items()}
     for name, given in known.items():
-        if given != known[first]:
+        expected = known[first]
+        if name == SEQ_IDX != first and filled:  # which numbers real tokens only
+            expected = [length for length in unfilled_lengths(inputs, found[first].tolist()) or () if length]
+        if given != expected:
             raise PackingError(
-                f"{name}: expected segments of the same lengths as in {first}, {known[first]}, got {given}; "
+                f"{name}: expected segments of the same lengths as in {first}, {expected}, got {given}; "
                 "position_ids, if given, must restart in every segment"
             )
     return found.get(first)
@@ -173,10 +185,42 @@ def lengths_between(borders: Sequence[int]) -> list[int]:
     return lengths
 
 
-def ends_in_padding(inputs: Mapping[str, Any]) -> bool:
-    """Return whether the last segment only fills a batch of fixed shapes, as PackingCollator marks it."""
+def is_filled(inputs: Mapping[str, Any]) -> bool:
+    """Return whether some tokens of a batch only fill it up, as PackingCollator marks them."""
     seq_idx = inputs.get(SEQ_IDX)
-    return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
+    return seq_idx is not None and len(seq_idx) == 1 and bool((seq_idx == PADDING_SEGMENT).any())
+
+
+def unfilled_lengths(inputs: Mapping[str, Any], borders: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the number of tokens in each segment without those that only fill it up; None if none are filled.
+
+    Args:
+        inputs: keyword arguments of a model's forward, or a batch.
+        borders: cumulative lengths of the segments, starting with 0.
+    """
+    if not is_filled(inputs):
+        return None
+    is_real = (inputs[SEQ_IDX][0] != PADDING_SEGMENT).cpu().numpy()
+    return tuple(np.diff(offsets_of(is_real)[np.clip(borders, 0, len(is_real))]).tolist())
+
+
+def positions_of(lengths: Sequence[int], unfilled: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the position of each token in its segment, int64 [tokens].
+
+    Positions of filled tokens start again before they exceed those of the segment's own tokens or, in a segment that
+    has none, those of all segments: some models depend on the largest position, or have no embedding for it.
+
+    Args:
+        lengths: number of tokens in each segment.
+        unfilled: number of tokens in each segment without those that only fill it up.
+
+    Example:
+        >>> positions_of([4, 2, 5], unfilled=[3, 2, 0]).tolist()
+        [0, 1, 2, 0, 0, 1, 0, 1, 2, 0, 1]
+    """
+    periods = np.where(unfilled, unfilled, max(unfilled))
+    positions: npt.NDArray[np.int64] = indices_in_ranges(0, np.array(lengths)) % np.repeat(periods, lengths)
+    return positions
 
 
 def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
@@ -246,56 +290,78 @@ def check_shapes(tokens: Any, max_segments: Any) -> tuple[int, int]:
     return check_whole_number("tokens", tokens), check_whole_number("max_segments", max_segments, minimum=2)
 
 
-def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> dict[str, Any]:
-    """Fill a batch up to `tokens` tokens with one segment without labels, and up to max_segments with empty segments.
+def fill_up(
+    batch: Mapping[str, Any],
+    align_documents: int = 1,
+    align_tokens: int = 1,
+    tokens: int | None = None,
+    max_segments: int | None = None,
+) -> dict[str, Any]:
+    """Fill up every segment to a multiple of align_documents, and the batch to a multiple of both or to fixed shapes.
 
-    The filling repeats the first token of the batch, since a pad token changes the result of some models. Its positions
-    start again before they exceed those of all documents, since some models depend on the largest position, or have no
-    embedding for it. Other columns with a value for each token are filled with 0.
+    A segment is filled up by a tail. The batch is filled up by one segment without labels and, with max_segments, by
+    empty segments.
 
     Args:
         batch: a batch with one row, as PackingCollator makes it.
-        tokens: number of tokens in every batch.
-        max_segments: number of segments in every batch.
+        align_documents: the length of every segment is made a multiple of this number.
+        align_tokens: the number of tokens is made a multiple of this number.
+        tokens: number of tokens in every batch of fixed shapes; None for the smallest possible number.
+        max_segments: number of segments in every batch of fixed shapes; None for any number.
 
     Returns:
-        The batch with the same columns. cu_seq_lens_q and cu_seq_lens_k are int32 [max_segments + 1], the columns with
-        a value for each token are [1, tokens], and max_length_q and max_length_k are `tokens`.
+        The batch with the same columns. With fixed shapes, cu_seq_lens_q and cu_seq_lens_k are int32 [max_segments +
+        1], and max_length_q and max_length_k are `tokens`.
 
     Raises:
         PackingError: the batch has more than `tokens` tokens, or more segments than max_segments.
     """
-    borders = batch[CU_SEQ_LENS[0]]
-    given, segments = int(borders[-1]), len(borders) - 1
-    if given > tokens:
+    tails = [-length % align_documents for length in batch[MAX_LENGTHS[0]].lengths]
+    given, segments = int(batch[CU_SEQ_LENS[0]][-1]) + sum(tails), len(tails)
+    missing = -given % lcm(align_documents, align_tokens) if tokens is None else tokens - given
+    if missing < 0:
         raise PackingError(f"tokens: expected at most {tokens} tokens in the rows of a batch, got {given} tokens")
-    if (needed := segments + (given < tokens)) > max_segments:
+    fillers = [missing] * bool(missing)
+    if max_segments is not None and (needed := segments + len(fillers)) > max_segments:
         raise PackingError(
             f"max_segments: expected at most {max_segments} segments in a batch, with the one that fills it up to "
             f"{tokens} tokens, got {needed} segments"
         )
-    missing = tokens - given
-    filled = {name: F.pad(values, (0, missing)) for name, values in batch.items() if name not in _OF_SEGMENTS}
-    filled[INPUT_IDS][:, given:] = filled[INPUT_IDS][0, 0]
-    filled[LABELS][:, given:] = IGNORED_LABEL
-    filled[POSITION_IDS][:, given:] = torch.arange(missing) % batch[MAX_LENGTHS[0]]
-    filled[SEQ_IDX][:, given:] = PADDING_SEGMENT
-    borders = F.pad(borders, (0, max_segments - segments), value=tokens)
-    known = LongestSegment(tokens, [*batch[MAX_LENGTHS[0]].lengths, *([missing] if missing else [])], missing)
-    return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
+    filled = _with_filled_tokens(batch, tails, fillers) if fillers or any(tails) else dict(batch)
+    if tokens is None or max_segments is None:
+        return filled
+    borders, known = filled[CU_SEQ_LENS[0]], filled[MAX_LENGTHS[0]]
+    borders = F.pad(borders, (0, max_segments + 1 - len(borders)), value=tokens)
+    known = LongestSegment(tokens, known.lengths, known.unfilled)
+    return {**filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
 def with_fillers(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a batch with so many segments of a single token and without labels at its end, which are no documents."""
-    known = batch[MAX_LENGTHS[0]]
-    filled = {name: F.pad(values, (0, number)) for name, values in batch.items() if name not in _OF_SEGMENTS}
-    filled[INPUT_IDS][:, -number:] = filled[INPUT_IDS][0, 0]
-    filled[LABELS][:, -number:] = IGNORED_LABEL
-    filled[SEQ_IDX][:, -number:] = PADDING_SEGMENT
-    borders = batch[CU_SEQ_LENS[0]]
-    more = borders[-1] + torch.arange(1, number + 1, dtype=borders.dtype)
-    longest = LongestSegment(int(known), [*known.lengths, *[1] * number])
-    return {**filled, **dict.fromkeys(CU_SEQ_LENS, torch.cat([borders, more])), **dict.fromkeys(MAX_LENGTHS, longest)}
+    return _with_filled_tokens(batch, [0] * len(batch[MAX_LENGTHS[0]].lengths), [1] * number)
+
+
+def _with_filled_tokens(batch: Mapping[str, Any], tails: Sequence[int], fillers: Sequence[int]) -> dict[str, Any]:
+    """Return a batch with a tail of so many tokens behind each segment, and with segments of so many tokens at the end.
+
+    Filled tokens repeat the first token of the batch, since a pad token changes the result of some models. They have
+    the label -100, the index PADDING_SEGMENT, and 0 in other columns.
+    """
+    own = batch[MAX_LENGTHS[0]].lengths
+    lengths = [*map(add, own, tails), *fillers]
+    borders = offsets_of(lengths)
+    places = torch.from_numpy(indices_in_ranges(borders[: len(own)], np.array(own)))
+    first: dict[str, int] = {INPUT_IDS: int(batch[INPUT_IDS][0, 0]), LABELS: IGNORED_LABEL, SEQ_IDX: PADDING_SEGMENT}
+    filled = {
+        name: values.new_full((1, sum(lengths)), first.get(name, 0)).index_copy(1, places, values)
+        for name, values in batch.items()
+        if name not in _OF_SEGMENTS
+    }
+    unfilled = (*own, *[0] * len(fillers))
+    filled[POSITION_IDS] = torch.from_numpy(positions_of(lengths, unfilled))[None]
+    cu_seq_lens = torch.from_numpy(borders).to(batch[CU_SEQ_LENS[0]].dtype)
+    known = LongestSegment(max(lengths), lengths, unfilled)
+    return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, cu_seq_lens), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)

@@ -30,6 +30,8 @@ class WindowPlan(NamedTuple):
     """bool [packs]: True if a later document could still go into the pack."""
     all_wait: bool = False
     """True if all open packs wait for the next window, since the strategy fills one pack after the other."""
+    may_exchange: bool = True
+    """False if a segment may not take the place of another one, since packs do not fit by their tokens alone."""
     splits: int = 0
     """How many shared prefixes end early, since values of tokens other than input_ids differ."""
 
@@ -71,8 +73,8 @@ def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple
 
     A document that has waited for MOST_WINDOWS windows goes out. It changes places with a younger segment of a pack
     that goes out: with the longest of the shorter ones, if the pack has room for the difference; else with the shortest
-    of the longer ones. If there is none, all segments of its own pack go out. If segments share tokens, none change
-    places, and all segments of its own pack go out.
+    of the longer ones. If there is none, all segments of its own pack go out. If segments share tokens or are filled up
+    to multiples, none change places, and all segments of its own pack go out.
 
     Args:
         window: the plan of the window.
@@ -92,7 +94,11 @@ def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple
     capacity = np.cumsum(plan.pack_capacity[emptiest], dtype=np.int64)
     waits = np.zeros(plan.num_packs, dtype=bool)
     waits[emptiest[4 * capacity <= min(plan.pack_capacity.sum(dtype=np.int64), size.tokens)]] = True
-    return _send_old_documents(plan, waits, age[plan.segment_document] >= MOST_WINDOWS)
+    is_old = age[plan.segment_document] >= MOST_WINDOWS
+    if window.may_exchange and plan.segment_shared is None:
+        return _send_old_documents(plan, waits, is_old)
+    waits[plan.pack_of_segment()[is_old]] = False
+    return plan, waits
 
 
 def _send_old_documents(
@@ -107,8 +113,7 @@ def _send_old_documents(
     """
     pack = plan.pack_of_segment()
     old = np.flatnonzero(waits[pack] & is_old)
-    if plan.segment_shared is not None or not len(old):
-        waits[pack[old]] = False
+    if not len(old):
         return plan, waits
     young = np.flatnonzero(~waits[pack] & ~is_old)
     young = young[np.argsort(plan.segment_length[young], kind="stable")]

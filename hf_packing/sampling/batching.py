@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.batch.segments import check_shapes
-from hf_packing.checks import check_optional_number, check_seed, set_fields
+from hf_packing.checks import (
+    ShowsAlignment,
+    check_alignment,
+    check_optional_number,
+    check_seed,
+    refuse_alignment,
+    set_fields,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import BoolArray, IntArray, Pieces, sums_of
 from hf_packing.planning.permutation import derive_key
@@ -157,7 +164,7 @@ def keep_rows(sizes: RowSizes, keep: BoolArray) -> FittedRows:
 
 
 @dataclass(frozen=True)
-class Batching(ABC):
+class Batching(ShowsAlignment, ABC):
     """The base class of TokenBudget, BucketBatches and InOrder. A batching decides which rows share a micro-batch."""
 
     needs_row_per_rank: ClassVar[bool] = True
@@ -165,13 +172,44 @@ class Batching(ABC):
 
     seed: int = field(default=0, kw_only=True)
     max_documents: int | None = field(default=None, kw_only=True)
+    align_documents: int = field(default=1, kw_only=True)
+    align_tokens: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_alignment(self)
         set_fields(
             self,
             seed=check_seed(self.seed),
             max_documents=check_optional_number("max_documents", self.max_documents),
         )
+
+    @property
+    def multiple(self) -> int:
+        """The number that the number of tokens in every micro-batch is a multiple of."""
+        return check_alignment(self)
+
+    def aligned(self, name: str, tokens: int) -> int:
+        """Return the largest multiple up to a number of tokens, which is the value of the argument `name`.
+
+        Raises:
+            PackingError: it is 0.
+        """
+        if tokens < self.multiple:
+            raise PackingError(
+                f"{name}: expected at least {self.multiple} with align_documents={self.align_documents} and "
+                f"align_tokens={self.align_tokens}, got {tokens}"
+            )
+        return tokens - tokens % self.multiple
+
+    def in_batches(self, sizes: RowSizes) -> RowSizes:
+        """Return the sizes that rows have in micro-batches, where documents are filled up to multiples.
+
+        Raises:
+            PackingError: the rows are trees, which cannot be filled up.
+        """
+        if sizes.trees is not None:
+            refuse_alignment(self, "for rows of trees")
+        return sizes.filled_up(self.align_documents)
 
     @abstractmethod
     def fit(self, sizes: RowSizes) -> FittedRows:
@@ -211,6 +249,8 @@ class Batching(ABC):
             raise PackingError(
                 f"tokens: expected at least {self.most_tokens}, the most of a micro-batch of {self!r}, got {tokens}"
             )
+        if tokens % self.multiple:
+            raise PackingError(f"tokens: expected a multiple of {self.multiple} for {self!r}, got {tokens}")
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "

@@ -48,6 +48,8 @@ class BucketBatches(Batching):
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
         max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row
             counts as a document. If any epoch could have more in a micro-batch, the dataset is refused.
+        align_documents, align_tokens: multiples that documents and micro-batches are filled up to; see TokenBudget. A
+            row of filled documents has to fit in its bucket: pack with the same align_documents.
         order: the order in which buckets are used: "random" or "short_to_long".
         cycles: number of times that an epoch goes from the smallest bucket to the largest; must be 1 for a "random"
             order.
@@ -75,7 +77,7 @@ class BucketBatches(Batching):
 
     @property
     def most_tokens(self) -> int:
-        return self.tokens_per_batch
+        return self.aligned("tokens_per_batch", self.tokens_per_batch)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +87,7 @@ class BucketBatches(Batching):
             tokens_per_batch=check_whole_number("tokens_per_batch", self.tokens_per_batch),
             cycles=check_whole_number("cycles", self.cycles),
         )
+        self.aligned("tokens_per_batch", self.tokens_per_batch)
         if self.cycles > 1 and self.order == "random":
             raise PackingError(
                 f"cycles: expected 1 with order='random', got {self.cycles}; several cycles need order='short_to_long'"
@@ -96,17 +99,19 @@ class BucketBatches(Batching):
                 "dataset: expected a column 'bucket', got none; pack the dataset with Bucket or BucketByLength, which "
                 "write this column, or use TokenBudget, which does not need this column"
             )
-        too_long = sizes.tokens > sizes.bucket
+        tokens = self.in_batches(sizes).tokens
+        too_long = tokens > sizes.bucket
         if too_long.any():
             row = int(too_long.argmax())
+            remedy = "" if self.align_documents == 1 else f"; pack with align_documents={self.align_documents}"
             raise PackingError(
                 f"column 'bucket': expected at least the number of tokens in the row, but row {row} has "
-                f"{sizes.tokens[row]} tokens and a bucket of {sizes.bucket[row]} tokens"
+                f"{tokens[row]} tokens and a bucket of {sizes.bucket[row]} tokens{remedy}"
             )
-        if (largest := int(sizes.bucket.max(initial=0))) > self.tokens_per_batch:
+        if (largest := int(sizes.bucket.max(initial=0))) > self.most_tokens:
             raise PackingError(
                 f"tokens_per_batch: expected at least {largest}, the capacity of the largest bucket, got "
-                f"{self.tokens_per_batch}"
+                f"{self.most_tokens}"
             )
         rows = keep_rows(sizes, sizes.tokens > 0)
         if self.max_documents is not None and (most := self._most_documents(rows)) > self.max_documents:
@@ -121,7 +126,7 @@ class BucketBatches(Batching):
         most = in_unit = 0
         for capacity, joined, own in _buckets(rows):
             in_unit = max(in_unit, int(rows.sizes.segments[own].max()))
-            most = max(most, self.tokens_per_batch // capacity * in_unit)
+            most = max(most, self.most_tokens // capacity * in_unit)
             in_unit *= joined
         return most
 
@@ -145,12 +150,12 @@ class BucketBatches(Batching):
 
         The micro-batches of a step are ordered by round, then by rank.
         """
-        squared_lengths = np.tile(rows.sizes.squared_lengths, 2)
+        squared_lengths = np.tile(self.in_batches(rows.sizes).squared_lengths, 2)
         steps: list[_Step] = []
         left: MicroBatches = []
         for capacity, joined, own in _buckets(rows):
             units = left + own[random_order(len(own), seed, f"rows of {capacity}")][:, None].tolist()
-            rows_each = self.tokens_per_batch // capacity
+            rows_each = self.most_tokens // capacity
             full = len(units) - len(units) % (rows_each * epoch.slots)
             if full:
                 balanced = _balance(units[:full], rows_each, epoch.slots, squared_lengths, seed)

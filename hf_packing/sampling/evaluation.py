@@ -60,7 +60,7 @@ class InOrder(Batching):
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         for name, unit, has, most in (
-            ("tokens", "tokens", sizes.tokens, self.max_tokens),
+            ("tokens", "tokens", self.in_batches(sizes).tokens, self.max_tokens),
             ("max_segments", "documents", sizes.segments, self.max_documents),
         ):
             if most is not None and (has > most).any():
@@ -72,7 +72,7 @@ class InOrder(Batching):
         number = len(rows.kept)
         begins = [*range(0, number, self.rows_per_batch or number)]
         if self.rows_per_batch is None:
-            limited = (rows.sizes.tokens, self.max_tokens), (rows.sizes.segments, self.max_documents)
+            limited = (self.in_batches(rows.sizes).tokens, self.max_tokens), (rows.sizes.segments, self.max_documents)
             totals = [(offsets_of(has[rows.kept]).tolist(), most) for has, most in limited if most is not None]
             while (end := min(bisect_right(total, total[begins[-1]] + most) for total, most in totals) - 1) < number:
                 begins.append(end)

@@ -71,6 +71,9 @@ class EpochSummary:
     """Counts of the documents that share prefixes; None if rows are not trees."""
     length_schedule: LengthSchedule | None = None
     """The schedule that cuts documents in training; the counts above are without its borders."""
+    filled: int | None = None
+    """Number of tokens that only fill up documents and micro-batches to multiples, those of copies included; None
+    without align_documents and align_tokens."""
     layout: LayoutCounts | None = None
     """Counts of the documents on several ranks; None without max_ranks_per_document."""
     isolation: object = field(default=None, compare=False, repr=False)
@@ -92,6 +95,11 @@ class EpochSummary:
             f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"
             f"{'' if self.labels is None else f'; {self.labels}'}"
         )
+        if self.filled is not None:
+            lines.append(
+                f"{self.filled:,} masked tokens fill up documents and micro-batches, {self.filled / self.tokens:.1%} "
+                "of the documents' tokens"
+            )
         if self.unpacked_documents_per_step is not None:
             lines.append(
                 f"without packing: {self.unpacked_documents_per_step:,} documents per optimizer step "
@@ -214,12 +222,15 @@ class RankBatchSampler:
 
     def _on_ranks(self) -> dict[str, Any]:
         """Return what EpochSummary says about the micro-batches of each rank."""
-        plan, sizes = self.plan, self.rows.sizes
+        plan, sizes = self.plan, self.batching.in_batches(self.rows.sizes)
         if plan.ranks_per_block == 1:
+            multiple = self.batching.multiple
+            in_batches = -(-plan.per_micro_batch(sizes.tokens) // multiple) * multiple
             return {
-                "largest_micro_batch": int(plan.per_micro_batch(sizes.tokens).max()),
+                "largest_micro_batch": int(in_batches.max()),
                 "token_utilization": plan.utilization(sizes.tokens),
                 "attention_utilization": plan.utilization(sizes.squared_lengths),
+                "filled": int(in_batches.sum() - self.rows.sizes.tokens[plan.rows].sum()) if multiple > 1 else None,
             }
         assert isinstance(self.batching, TokenBudget)
         lengths, segments = sizes.segment_lengths(plan.rows)

@@ -6,7 +6,15 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import INT32_MAX, check_choice, check_optional_number, check_real, check_whole_number, set_fields
+from hf_packing.checks import (
+    INT32_MAX,
+    check_choice,
+    check_optional_number,
+    check_real,
+    check_whole_number,
+    refuse_alignment,
+    set_fields,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
@@ -82,6 +90,12 @@ class TokenBudget(Batching):
             max_ranks_per_document tokens. It has to divide the number of ranks. 1 keeps every document on one rank. Not
             with max_documents, max_patches, share_prefixes or length_schedule, and not for streams, rows of trees or
             batches of fixed shapes.
+        align_documents: the length of every document and piece in a micro-batch is filled up to a multiple of this
+            number, such as 16 for FP8. max_tokens then limits the filled lengths. Only for causal models. See
+            `PackingCollator`.
+        align_tokens: the number of tokens in every micro-batch is filled up to a multiple of this number, too.
+            max_tokens is rounded down to a multiple. Neither argument goes together with max_ranks_per_document,
+            share_prefixes or length_schedule, or with trainers whose rows stay whole.
         share_prefixes: True for documents that begin with the same tokens, such as several answers to one prompt: a
             shared prefix is computed once, in trees of at most max_tokens tokens. An integer is the fewest tokens to
             share; True means 16. Documents of a tree are in one micro-batch. In a stream, documents of a window share
@@ -119,7 +133,7 @@ class TokenBudget(Batching):
 
     @property
     def most_tokens(self) -> int:
-        return self.max_tokens
+        return self.aligned("max_tokens", self.max_tokens)
 
     @property
     def ranks_per_block(self) -> int:
@@ -140,12 +154,17 @@ class TokenBudget(Batching):
             set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, accepted))
         if self.length_schedule is not None:
             check_schedule(self.length_schedule)
+        for name in ("share_prefixes", "length_schedule"):
+            if value := getattr(self, name):
+                refuse_alignment(self, f"with {name}={value!r}")
+        self.aligned("max_tokens", self.max_tokens)
         if self.fewest_shared is not None and self.length_schedule is not None:
             self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
         most = INT32_MAX // self.max_tokens
         ranks = check_whole_number("max_ranks_per_document", self.max_ranks_per_document, maximum=most)
         set_fields(self, max_ranks_per_document=ranks)
         if ranks > 1:
+            refuse_alignment(self, f"with max_ranks_per_document={ranks}")
             limited: dict[str, Any] = {"max_documents": self.max_documents, "max_patches": self.max_patches}
             limited |= {"share_prefixes": self.fewest_shared, "length_schedule": self.length_schedule}
             for name, value in limited.items():
@@ -180,6 +199,7 @@ class TokenBudget(Batching):
             raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
+        how = f" in multiples of {self.multiple}, with documents filled up" if self.multiple > 1 else ""
         for unit, (has, most) in self._limited(sizes).items():
             large = np.flatnonzero(has > most)
             if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
@@ -187,11 +207,12 @@ class TokenBudget(Batching):
                 remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
                 holder = "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
                 raise PackingError(
-                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most} "
-                    f"(rows with too many: {len(large)} in all); {remedy}, or use overflow='drop'"
+                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
+                    f"{how if unit == 'tokens' else ''} (rows with too many: {len(large)} in all); {remedy}, or use "
+                    "overflow='drop'"
                 )
             fits[large] = False
-        longest = ranks * self.max_tokens
+        longest = ranks * self.most_tokens
         cut = cuts and bool((sizes.tokens > longest).any())
         fitted = _cut_rows(sizes, longest, self.overflow) if cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
@@ -253,7 +274,8 @@ class TokenBudget(Batching):
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
+        sizes = self.in_batches(rows.sizes)
+        tokens, squared_lengths = sizes.tokens[rows.kept], sizes.squared_lengths[rows.kept]
         limits, blocks = self._limits(rows), self._of_blocks(epoch)
         filled = fill(limits, self.num_filled(rows, epoch), blocks.slots, seed)
 
@@ -286,7 +308,7 @@ class TokenBudget(Batching):
     def _limited(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
         """Return what is limited: what each row has of it, integers [rows], and the limit, by unit, tokens first."""
         limited = {
-            "tokens": (sizes.tokens, self.max_ranks_per_document * self.max_tokens),
+            "tokens": (self.in_batches(sizes).tokens, self.max_ranks_per_document * self.most_tokens),
             "documents": (sizes.segments, self.max_documents),
             "patches": (sizes.patches, self.max_patches),
         }

@@ -63,7 +63,7 @@ def name_of(strategy: Strategy) -> str:
 
     The first argument is always included. Other arguments are included if their value is not the default.
     """
-    first, *others = (field for field in fields(strategy) if field.init)
+    first, *others = sorted((field for field in fields(strategy) if field.init), key=lambda each: bool(each.kw_only))
     values = [(field, getattr(strategy, field.name)) for field in others]
     changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
     return f"{type(strategy).__name__}({', '.join([repr(getattr(strategy, first.name)), *changed])})"
@@ -148,10 +148,11 @@ def compare_plans(
         for strategy in progress:
             progress.set_postfix_str(type(strategy).__name__)
             began = time.perf_counter()
-            plan = strategy.plan_lengths(lengths)
+            plan = strategy.plan(lengths)
             seconds = time.perf_counter() - began
             found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
-            problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
+            limits = plan.pack_capacity.max(initial=0), strategy.align_documents
+            problems.append((limits, np.bincount(plan.segment_length).tobytes()))
     bounded = []
     for (row, measured), problem in zip(found, problems, strict=True):
         valid = [

@@ -19,13 +19,13 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import check_choice
+from hf_packing.checks import check_choice, refuse_alignment
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
-from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
+from hf_packing.training.checks import check_accelerator, check_labels_are_hidden, check_sees_no_tails
 from hf_packing.training.loader import LoopSteps, PackedLoader
 from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
@@ -126,7 +126,7 @@ def prepare_dataloader(
         )
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
         warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
-        return balanced, source, collator_for(model, *shapes)
+        return balanced, source, collator_for(model, *shapes, balanced.align_documents, balanced.align_tokens)
 
     balanced, source, collator = on_all_ranks(plan)
     if balanced.ranks_per_block > 1:
@@ -156,7 +156,15 @@ def prepare_dataloader(
     return loader
 
 
-def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *, rows_per_batch: int = 1) -> float:
+def evaluation_loss(
+    accelerator: Accelerator,
+    model: nn.Module,
+    dataset: Any,
+    *,
+    rows_per_batch: int = 1,
+    align_documents: int = 1,
+    align_tokens: int = 1,
+) -> float:
     """Return the mean loss over all trainable tokens of a dataset: all tokens with a label other than -100.
 
     The result is the same for any rows_per_batch and any number of ranks. After `attach`, the eval_loss of a Trainer is
@@ -169,6 +177,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
             accelerate.
         dataset: a map-style dataset of packed rows or documents, or a stream that `pack` has packed with `streams`.
         rows_per_batch: number of rows in a forward pass; the number affects only speed and memory.
+        align_documents, align_tokens: multiples that documents and batches are filled up to, as in TokenBudget; they do
+            not change the loss.
 
     Returns:
         The mean loss, the same number on all ranks. The exponential of the mean loss is the perplexity.
@@ -192,10 +202,14 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         planned_from.note_settings(rows_per_batch=rows_per_batch)
         reading = Reading.of_model(model)
         budget = TokenBudget(1, max_ranks_per_document=ranks) if ranks > 1 else None  # rows may have any size
-        in_order = InOrder(rows_per_batch, ranks=ranks)
+        aligned = {"align_documents": align_documents, "align_tokens": align_tokens}
+        in_order = InOrder(rows_per_batch, ranks=ranks, **aligned)
+        if ranks > 1:
+            refuse_alignment(in_order, f"with max_ranks_per_document={ranks}")
         source = open_source("dataset", dataset, budget, accelerator, reading, planned_from, in_order=in_order)
         check_labels_are_hidden(source, model)
-        return source.loader(accelerator, collator_for(model))
+        check_sees_no_tails(model, in_order)
+        return source.loader(accelerator, collator_for(model, **aligned))
 
     loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)

@@ -187,10 +187,17 @@ def check_predicts_next(model: nn.Module) -> None:
 
 
 def collator_for(
-    model: nn.Module | None, tokens: int | None = None, max_segments: int | None = None
+    model: nn.Module | None,
+    tokens: int | None = None,
+    max_segments: int | None = None,
+    align_documents: int = 1,
+    align_tokens: int = 1,
 ) -> PackingCollator:
     """Return a PackingCollator for a model; None stands for any model that predicts the next token."""
-    return PackingCollator(model is not None and not predicts_next(model), tokens, max_segments)
+    predicts_itself = model is not None and not predicts_next(model)
+    return PackingCollator(
+        predicts_itself, tokens, max_segments, align_documents=align_documents, align_tokens=align_tokens
+    )
 
 
 _PROBED_TOKENS, _LABELED = 13, 6

@@ -41,7 +41,7 @@ from hf_packing.batch.segments import part_in
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.sampling.batching import Batching, Shapes
-from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
+from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_sees_no_tails, check_values
 from hf_packing.training.losses import Batch, documents_in
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.training.ranks import on_all_ranks
@@ -181,6 +181,7 @@ def check_takes_rows(model: nn.Module, source: Any, batching: Batching, shapes: 
     """
     if not source.shares_prefixes:
         check_labels_are_hidden(source, model)
+        check_sees_no_tails(model, batching)
         return
     check_predicts_next(model)
     if shapes != (None, None):

@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import ALIGNMENT, refuse_alignment
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
@@ -137,12 +138,19 @@ class AttachedPacks(Attached):
         refuse_cut_documents(trainer, "train_dataset", data)
         if shapes == (None, None) and isinstance(own, PackingCollator):
             shapes = own.tokens, own.max_segments
+        if isinstance(own, PackingCollator):
+            for name in ALIGNMENT:
+                if (given := getattr(own, name)) not in (1, getattr(batching, name)):
+                    raise PackingError(
+                        f"data_collator: expected a PackingCollator with {name}={getattr(batching, name)}, as in the "
+                        f"batching, got {given}; pass {name} to the batching, which plans with it"
+                    )
         if shapes != (None, None):
             batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)
         self.loss, self.shapes = loss, shapes
         self.max_tokens = shapes[0] or batching.most_tokens
-        self.collator = collator_for(trainer.model, *shapes)
+        self.collator = collator_for(trainer.model, *shapes, batching.align_documents, batching.align_tokens)
         self.reading = Reading.of_trainer(trainer)
         if self.reading.masking is not None and not self.collator.keep_first_labels:
             raise PackingError(
@@ -193,7 +201,8 @@ class AttachedPacks(Attached):
         rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
         in_order = InOrder(rows, ranks=ranks)
         if tokens is not None and max_segments is not None:
-            in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
+            align_documents = self.batching.align_documents
+            in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1, align_documents=align_documents)
         source = open_source(
             name, dataset, self.batching, trainer.accelerator, self.reading, planned_from, in_order=in_order
         )
@@ -275,6 +284,7 @@ class AttachedRows(Attached):
     ) -> None:
         """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
+        refuse_alignment(batching, f"for {type(trainer).__name__}, whose rows stay whole")
         if batching.ranks_per_block > 1:
             raise PackingError(
                 f"max_ranks_per_document: expected 1 for {type(trainer).__name__}, whose rows stay whole, got "

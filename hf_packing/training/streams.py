@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, get_worker_info
 
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import refuse_alignment
 from hf_packing.columns import (
     COPIED_SEGMENT,
     IGNORED_LABEL,
@@ -138,10 +139,17 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
         )
     if batching is None:
         return streams, 1, capacity
-    rows = batching.max_tokens // capacity
+    if fewest_shared is not None:
+        refuse_alignment(batching, "for rows of trees")
+    if strategy.align_documents % batching.align_documents:
+        raise PackingError(
+            f"align_documents: expected 1, or rows that were packed with align_documents={batching.align_documents}, "
+            f"got {strategy!r}"
+        )
+    rows = batching.most_tokens // capacity
     if not rows:
         raise PackingError(
-            f"max_tokens: expected at least {capacity}, the capacity of the packed rows, got {batching.max_tokens}"
+            f"max_tokens: expected at least {capacity}, the capacity of the packed rows, got {batching.most_tokens}"
         )
     most, in_a_row = batching.max_documents, getattr(strategy, "max_documents", None)
     if most is not None and (in_a_row is None or in_a_row * rows > most):
@@ -155,7 +163,7 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
             f"pack(stream, strategy, share_prefixes={batching.share_prefixes}, streams=64), or pass a stream of "
             "documents"
         )
-    return streams, rows, batching.max_tokens
+    return streams, rows, batching.most_tokens
 
 
 def _of_documents(
@@ -182,7 +190,11 @@ def _of_documents(
         raise PackingError(f"max_patches: expected None for a stream of text, got {batching.max_patches}")
     source = open_source(name, stream, unread)
     strategy = BestFit(
-        batching.max_tokens, overflow=batching.overflow, max_documents=batching.max_documents, seed=batching.seed
+        batching.most_tokens,
+        overflow=batching.overflow,
+        max_documents=batching.max_documents,
+        seed=batching.seed,
+        align_documents=batching.align_documents,
     )
     packing = Packing.of(strategy, position_ids=False, share_prefixes=batching.share_prefixes)
     packing.check_names(source.names)
@@ -195,7 +207,7 @@ def _of_documents(
     )
     streams = 1 << min(int(source.examples.num_shards), _MOST_STREAMS).bit_length() - 1
     warn_of_reading(source.examples, streams)
-    return PackedExamples(source.examples, of_windows, streams), 1, batching.max_tokens
+    return PackedExamples(source.examples, of_windows, streams), 1, batching.most_tokens
 
 
 @dataclass(frozen=True)

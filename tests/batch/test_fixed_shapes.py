@@ -1,6 +1,8 @@
-"""Batches of fixed shapes, which one segment without labels fills, and batches with extra borders."""
+"""Batches of fixed shapes, which one segment without labels fills, aligned ones, and batches with extra borders."""
 
+import math
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.attention.layout import read_layout
+from hf_packing.attention.layout import layout_of_collator, read_layout
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.errors import PackingError
+from hf_packing.training.losses import documents_in
+from hf_packing.training.step_counts import micro_batch_counts
 
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6)
 
@@ -47,6 +51,68 @@ def test_the_batch_is_filled_and_its_documents_stay_as_they_are(lengths, missing
     assert filled["max_length_q"] == filled["max_length_k"] == tokens
 
 
+MULTIPLES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def literally_aligned(batch, align_documents, align_tokens):
+    """The values of every token and the lengths of the segments, token by token; see `PackingCollator`."""
+    borders, names = batch["cu_seq_lens_q"].tolist(), [name for name in batch if name[:3] not in ("cu_", "max")]
+    first = {"input_ids": int(batch["input_ids"][0, 0]), "labels": -100, "seq_idx": -1}
+    made, lengths = {name: [] for name in names}, []
+
+    def fill(period, number):
+        for name in names:
+            made[name] += [first.get(name, 0)] * number
+        length = len(made["input_ids"]) - sum(lengths)
+        made["position_ids"][-number:] = [place % period for place in range(length - number, length)]
+
+    for begin, end in pairwise(borders):
+        for name in names:
+            made[name] += batch[name][0, begin:end].tolist()
+        if (end - begin) % align_documents:
+            fill(end - begin, align_documents - (end - begin) % align_documents)
+        lengths.append(len(made["input_ids"]) - sum(lengths))
+    missing = next(more for more in range(999) if not (sum(lengths) + more) % math.lcm(align_documents, align_tokens))
+    if missing:
+        fill(max(end - begin for begin, end in pairwise(borders)), missing)
+        lengths.append(missing)
+    return made, lengths
+
+
+@given(ROWS, MULTIPLES, MULTIPLES, st.booleans())
+def test_aligned_batches_are_the_literal_ones_and_are_read_with_their_documents(
+    lengths, align_documents, align_tokens, is_copy
+):
+    rows = [{**row, "weights": row["input_ids"] / 2} for row in rows_of(lengths)]
+    if is_copy:
+        rows[0]["seq_idx"] = np.repeat(-2 - np.arange(len(lengths[0])), lengths[0])
+    aligned = {"align_documents": align_documents, "align_tokens": align_tokens}
+    given, batch = hfp.PackingCollator()(rows), hfp.PackingCollator(**aligned)(rows)
+    expected, of_segments = literally_aligned(given, align_documents, align_tokens)
+    assert {name: batch[name][0].tolist() for name in expected} == expected
+    assert {name: batch[name].dtype for name in expected} == {name: given[name].dtype for name in expected}
+    assert batch["cu_seq_lens_q"].diff().tolist() == of_segments
+    assert torch.equal(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"])
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == max(of_segments)
+    assert not any(length % align_documents for length in of_segments)
+    assert batch["input_ids"].shape[1] % align_tokens == 0
+    row, known = read_layout(batch, training=True), layout_of_collator(batch)
+    assert torch.equal(row.position_ids, batch["position_ids"])
+    assert torch.equal(known.position_ids, batch["position_ids"])
+    assert (row.lengths, row.unfilled) == (known.lengths, known.unfilled) == (tuple(of_segments), known.unfilled)
+    assert pickle.loads(pickle.dumps(batch["max_length_q"])).unfilled == row.unfilled
+    assert documents_in(batch) == documents_in(given)
+    assert micro_batch_counts([batch], "token").tolist() == micro_batch_counts([given], "token").tolist()
+    if row.unfilled is None:
+        assert batch["input_ids"].shape == given["input_ids"].shape
+        return
+    assert [length for length in row.unfilled if length] == given["cu_seq_lens_q"].diff().tolist()
+    shape = {**aligned, "tokens": batch["input_ids"].shape[1], "max_segments": len(of_segments) + 1}
+    fixed = hfp.PackingCollator(**shape)(rows)  # without need to fill it up, but for the tails
+    assert all(torch.equal(fixed[name], batch[name]) for name in expected)
+
+
 @given(ROWS, st.integers(0, 40), st.integers(0, 9))
 def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
     rows = rows_of(lengths)
@@ -57,7 +123,7 @@ def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
     row = read_layout(filled, training=True)
     padding = [missing] if missing else []
     assert row.lengths == (*batch["cu_seq_lens_q"].diff().tolist(), *padding)
-    assert row.padding == missing
+    assert row.unfilled == ((*batch["cu_seq_lens_q"].diff().tolist(), 0) if missing else None)
     assert row.tokens == given + missing
     assert torch.equal(row.position_ids, filled["position_ids"])
     assert torch.equal(row.seq_idx[:, :given], batch["seq_idx"])

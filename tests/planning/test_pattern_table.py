@@ -12,7 +12,7 @@ from plans import packs_of
 import hf_packing as hfp
 from hf_packing.strategies.base import CountingStrategy
 
-counting_strategies = any_strategy(CountingStrategy)
+counting_strategies = any_strategy(CountingStrategy, align_documents=1)
 
 
 def deal_in_shards(table, lengths, borders):

@@ -8,13 +8,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from documents_to_mask import hidden
 from patched_models import patched, patched_once, patched_tiny
-from tiers import fast_only
+from tiers import fast_only, slow
 from tiny_models import build
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from trainers import Gradients, Plain, arguments, attached, documents, loader_of, logged, trainer_of
+from trainers import Gradients, Plain, arguments, attached, documents, loader_of, logged, on_each_batch, trainer_of
 from training_by_hand import gradients_of, largest_difference
 from transformers import LlamaForCausalLM, Trainer
 from trl import SFTTrainer
@@ -371,12 +372,81 @@ def test_a_training_loop(loss):
     assert largest_difference(found[1][1], found[0][1]) <= 1e-10
 
 
-def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path):
-    model = patched("Mixtral", num_hidden_layers=1)
-    model.config.output_router_logits = True
-    trainer = attached(tmp_path, LIMITED, {"prove": "model", **SHAPES}, model=model)
-    with pytest.raises(hfp.PackingError, match="^aux_loss: expected none with batches of fixed shapes, since Mixtral"):
+ALIGNED = {"align_documents": 8, "align_tokens": 24}
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"), [(Trainer, "token"), (SFTTrainer, "sequence"), (None, "token"), slow(None, "sequence")]
+)
+def test_aligned_batches_train_and_evaluate_as_others(tmp_path, kind, loss):
+    """All documents are in one optimizer step of four micro-batches, whose rows differ."""
+    found, loops = [], []
+    for aligned in ({}, ALIGNED):
+        budget, model = hfp.TokenBudget(360, **aligned), patched(dtype=torch.float64)
+        if kind is None:
+            batches = list(loader_of(None, budget, 4, loss=loss, model=model))
+            sum(hfp.compute_loss(model, batch) for batch in batches).backward()
+            found.append(
+                (hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9), **aligned), gradients_of(model))
+            )
+        else:
+            seen, batches = Gradients(), []
+            more = {"gradient_accumulation_steps": 4, "max_steps": 1, "max_grad_norm": 0.0, "callbacks": [seen]}
+            trainer = attached(tmp_path, budget, {"loss": loss}, kind=kind, model=model, **more)
+            on_each_batch(trainer, lambda batch, batches=batches: batches.append(dict(batch)))
+            evaluated = list(trainer.get_eval_dataloader(documents(9)))
+            loss_before = trainer.evaluate(documents(9))["eval_loss"]
+            trainer.train()
+            entry = next(each for each in trainer.state.log_history if "documents_per_step" in each)
+            found.append(
+                (loss_before, entry["loss"], entry["tokens_per_step"], entry["documents_per_step"], seen.gradients)
+            )
+            batches += evaluated
+        loops.append(batches)
+    for batch in loops[1]:
+        assert not (batch["cu_seq_lens_q"] % 8).any()
+        assert 0 < batch["input_ids"].shape[1] <= 360
+        assert batch["input_ids"].shape[1] % 24 == 0
+    assert any((batch["cu_seq_lens_q"] % 8).any() for batch in loops[0])
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, dict):
+            assert largest_difference(other, one) <= 1e-12
+        else:
+            assert other == pytest.approx(one, rel=1e-6 if kind else 1e-12)  # Trainer rounds what it logs
+
+
+def test_the_collator_of_the_trainer_has_the_multiples_of_the_batching(tmp_path):
+    for given, batching, fits in (({}, ALIGNED, True), (ALIGNED, ALIGNED, True), (ALIGNED, {}, False)):
+        trainer = trainer_of(tmp_path)
+        trainer.data_collator = hfp.PackingCollator(**given)
+        if fits:
+            summary = hfp.attach(trainer, hfp.TokenBudget(96, **batching))
+            assert trainer.data_collator == hfp.PackingCollator(**batching)
+            filled = [(batch["seq_idx"] == -1).sum().item() for batch in trainer.get_train_dataloader()]
+            assert summary.filled == sum(filled) > 0
+            assert f"{summary.filled:,} masked tokens fill up documents and micro-batches" in str(summary)
+        else:
+            with pytest.raises(
+                hfp.PackingError, match="^data_collator: .* align_documents=1, as in the batching, got 8"
+            ):
+                hfp.attach(trainer, hfp.TokenBudget(96, **batching))
+
+
+def test_routers_learn_nothing_from_filled_tokens(tmp_path):
+    """All documents are in one micro-batch, whose tokens are those that routers balance."""
+    found = []
+    for shapes in ({}, {"tokens": 2048, "max_segments": 99}, ALIGNED):
+        model = patched(
+            "Mixtral", torch.float64, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5
+        )
+        aligned = shapes if shapes is ALIGNED else {}
+        seen = Gradients()
+        trainer = trainer_of(tmp_path, model=model, max_steps=1, max_grad_norm=0.0, callbacks=[seen])
+        hfp.attach(trainer, hfp.TokenBudget(2040, **aligned), prove="model", **({} if aligned else shapes))
         trainer.train()
+        found.append(seen.gradients)
+    for filled in found[1:]:
+        assert largest_difference(filled, found[0]) <= 1e-7  # transformers balances in float32
 
 
 @pytest.mark.slow

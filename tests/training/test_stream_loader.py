@@ -61,6 +61,20 @@ def test_rows_come_in_the_order_of_the_stream(files):
     assert [token for row in two for token in row] == [token for row in rows for token in row]
 
 
+def test_documents_and_packed_rows_are_filled_up(files):
+    aligned = hfp.TokenBudget(CAPACITY + 7, align_documents=8)
+    rows = hfp.pack(open_files(files), hfp.BestFit(CAPACITY // 8 * 8, align_documents=8), streams=8, window_packs=2)
+    for data in (open_files(files), rows):
+        batches = list(loader_of(data, batching=aligned))
+        assert max(batch["input_ids"].shape[1] for batch in batches) <= CAPACITY
+        assert not any((batch["cu_seq_lens_q"] % 8).any() for batch in batches)
+        assert any((batch["seq_idx"] == -1).any() for batch in batches)
+        real = [batch["input_ids"][batch["seq_idx"] >= 0].tolist() for batch in batches]
+        assert sorted(token for each in real for token in each) == sorted(token for each in DOCUMENTS for token in each)
+    with pytest.raises(hfp.PackingError, match="align_documents: expected 1, or rows that were packed with align_d"):
+        loader_of(packed(files), batching=aligned)
+
+
 @pytest.mark.parametrize("streams", [8, 1])
 def test_every_epoch_has_every_document_in_another_order(files, streams):
     """Also where the order of files is fixed."""
