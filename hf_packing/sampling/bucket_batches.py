@@ -48,8 +48,9 @@ class BucketBatches(Batching):
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
         max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row
             counts as a document. If any epoch could have more in a micro-batch, the dataset is refused.
-        align_documents, align_tokens: multiples that documents and micro-batches are filled up to; see TokenBudget. A
-            row of filled documents has to fit in its bucket: pack with the same align_documents.
+        align_documents: a multiple that documents are filled up to; see TokenBudget. A row of filled documents has to
+            fit in its bucket: pack with the same align_documents.
+        align_tokens: a multiple that micro-batches are filled up to; see TokenBudget.
         order: the order in which buckets are used: "random" or "short_to_long".
         cycles: number of times that an epoch goes from the smallest bucket to the largest; must be 1 for a "random"
             order.

@@ -177,8 +177,8 @@ def evaluation_loss(
             accelerate.
         dataset: a map-style dataset of packed rows or documents, or a stream that `pack` has packed with `streams`.
         rows_per_batch: number of rows in a forward pass; the number affects only speed and memory.
-        align_documents, align_tokens: multiples that documents and batches are filled up to, as in TokenBudget; they do
-            not change the loss.
+        align_documents: a multiple that documents are filled up to, as in TokenBudget; the loss does not change.
+        align_tokens: a multiple that batches are filled up to; the loss does not change.
 
     Returns:
         The mean loss, the same number on all ranks. The exponential of the mean loss is the perplexity.
