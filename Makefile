@@ -24,7 +24,7 @@ test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
 
 test-all: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -m "not survey" --hypothesis-profile=thorough
+	$(VENV)/bin/python -m pytest -m "not survey"
 
 # The wheel is tested, not the checkout: the tests run in a copy of it without the package.
 test-oldest test-newest: test-%:

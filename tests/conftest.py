@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("default"), max_examples=100)  # of make test-all
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=150)  # before a release
 settings.load_profile("default")
 
 ROOT = Path(__file__).parent.parent
@@ -60,8 +60,9 @@ def one_thread():
     import torch  # the process that hands out the tests needs none
 
     torch.set_num_threads(1)
-    # pytest would listen to it, and torch would write down all that it compiles
-    logging.getLogger("torch.__trace").propagate = True
+    trace = logging.getLogger("torch.__trace")  # pytest would listen to it, and torch write down all that it compiles
+    trace.propagate = True
+    trace.handlers.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

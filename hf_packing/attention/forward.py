@@ -258,6 +258,7 @@ class PatchedForward(ReplacedForward):
             )
         return output
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _mask_for_routers(self, inputs: Inputs, layout: Layout) -> Arguments:
         """Return the attention_mask with which a model leaves filled tokens out of the loss of its routers, if it has
         one in transformers' way. Its layers do not get the mask."""

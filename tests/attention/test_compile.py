@@ -135,6 +135,7 @@ def test_activation_checkpointing_in_one_graph(fixed):
     assert not fixed or list(backend.of_graph.values()) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_was_compiled_before_it_is_patched():
     model = tiny_model("llama", "causal", num_hidden_layers=1)

@@ -130,7 +130,7 @@ def parts_of_mask(borders, tokens, *how):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
-@pytest.mark.parametrize("how", [(True, None), (True, 16), (False, 300), (True, None, 100)])
+@pytest.mark.parametrize("how", [(True, 16), (False, 300), (True, None, 100)])
 def test_a_compiled_model_makes_the_same_masks(how):
     """By inductor, for one size and for any; with several segments, and with empty ones at the end."""
     torch._dynamo.reset()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from lengths import log_normal
 from plans import fewest_packs
 from scipy import optimize
-from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.strategies import column_generation, nnls
@@ -53,16 +52,10 @@ def test_never_more_packs_than_best_fit_nor_fewer_than_proven(counts, limit):
     assert (table.patterns.tokens_per_pack() <= capacity).all()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "scale", "most"),
-    fast_only(
-        [(NARROW, 4, 0.96), (NARROW, 1, 0.96), (ORCAMATH, 4, 0.991)],
-        (NARROW, 4, 0.96),
-        (ORCAMATH, 4, 0.991),
-    ),
-)
-def test_lengths_where_best_fit_is_far_from_optimal(rng, lengths, scale, most):
-    """All lengths are divided by the scale; `most` is what best fit does not reach."""
+@pytest.mark.parametrize(("lengths", "most"), [(NARROW, 0.96), (ORCAMATH, 0.991)])
+def test_lengths_where_best_fit_is_far_from_optimal(rng, lengths, most):
+    """`most` is what best fit does not reach."""
+    scale = 4  # all lengths are divided by it, for speed
     if lengths == NARROW:
         capacity, drawn = 2048 // scale, rng.integers(300 // scale, 700 // scale + 1, 200_000)
     else:

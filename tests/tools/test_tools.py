@@ -212,6 +212,7 @@ def measure_on_two_ranks(folder):
     (folder / f"{PartialState().process_index}.json").write_text(json.dumps([asdict(each) for each in found]))
 
 
+@pytest.mark.slow
 def test_rows_on_two_ranks_are_exact_refused_or_wrong(tmp_path):
     on_ranks(measure_on_two_ranks, tmp_path, ranks=RANKS)
     for rank in range(RANKS):

@@ -255,7 +255,6 @@ def check_all_are_seen(steps, documents):
     ("through", "files", "streams", "shared"),
     [
         *(("trainer", files, streams, False) for files, streams in zip(FILES, (8, 4, 16, 12), strict=True)),
-        ("loop", "even", 8, False),
         ("trainer", "even", 8, 3),
         ("loop", "empty files", 4, 3),
     ],
@@ -277,7 +276,7 @@ def test_steps_of_streams_do_not_depend_on_ranks(tmp_path, through, files, strea
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("through", "packed", "shared"),
-    [("trainer", CAPACITY, False), ("trainer", 0, False), ("loop", CAPACITY, False), ("trainer", 0, 3)],
+    [("trainer", CAPACITY, False), ("loop", CAPACITY, False), ("trainer", 0, 3)],
 )
 def test_streams_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, through, packed, shared):
     data, documents = write_files(tmp_path, FILES["one file 100 times another"], shared)

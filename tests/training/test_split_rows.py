@@ -15,7 +15,6 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from chunks import chunks_of
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
-from tiers import slow
 from tiny_models import build
 from torch.distributed.fsdp import fully_shard
 from trainers import Plain, tokenizer, trainer_of
@@ -111,7 +110,7 @@ RUNS = {
     "SFTTrainer": {"through": "sft"},
     "SFTTrainer, FSDP2": {"through": "sft", "fsdp": True},
 }
-FAST = ["loop, ranks without labels", "Trainer, FSDP2"]
+FEW = ["loop, ranks without labels", "Trainer, FSDP2"]
 
 
 def train(
@@ -154,10 +153,9 @@ def train_all(folder, ranks, names):
             torch.save(found, folder / f"{name}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "ranks", "names"),
-    [(2, 2, FAST), slow(4, 2, [*RUNS]), slow(4, 4, [*RUNS])],
-    ids=["2", "4 in 2 blocks", "4"],
+    ("world", "ranks", "names"), [(2, 2, FEW), (4, 2, [*RUNS]), (4, 4, [*RUNS])], ids=["2", "4 in 2 blocks", "4"]
 )
 def test_steps_are_those_of_one_process(world, ranks, names, tmp_path):
     train_all(tmp_path, 1, names)
