@@ -129,6 +129,16 @@ def rows_of(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+def check_are_documents(names: Collection[str]) -> None:
+    """Raise PackingError if rows are packed already, or have no input_ids."""
+    if packed := [name for name in (*SEGMENT_COLUMNS, TREE_INPUT_IDS) if name in names]:
+        raise PackingError(
+            f"column {packed[0]!r}: expected documents that are not packed yet, but a dataset with this column seems "
+            "to be packed already; remove the column if the dataset is not packed"
+        )
+    check_has_tokens(names)
+
+
 def check_has_tokens(names: Collection[str]) -> None:
     """Raise PackingError if documents have no input_ids. For texts and chats, the message names `tokenize`."""
     if INPUT_IDS not in names:

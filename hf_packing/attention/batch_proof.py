@@ -21,12 +21,13 @@ from hf_packing.attention.cases import Case
 from hf_packing.attention.layout import read_layout, roots
 from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, on_any_rank, prove
-from hf_packing.attention.runs import Runner
+from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.token_axes import tensors_in
-from hf_packing.attention.tolerance import BATCH
+from hf_packing.attention.tolerance import BATCH, differences
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import indices_in_ranges
+from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
@@ -64,11 +65,7 @@ class BatchCase(Case):
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
-        # a compiled model would be compiled once more for calls without labels
-        kept = _OF_OWN_LOSS if runner.is_compiled else set()
-        # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
-        taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
-        self.inputs = send_to_device({name: each for name, each in batch.items() if name in taken}, runner.device)
+        self.inputs = _inputs_of(runner, batch)
         layout = read_layout(self.inputs, training=True)
         trees, places = layout.trees, np.arange(layout.trees.tokens)
         if layout.unfilled is not None:  # filled tokens are of no document
@@ -92,6 +89,34 @@ class BatchCase(Case):
         sampled = nullcontext() if self.runner.is_compiled else with_sampled_vocabulary(self.model)
         with self.runner.undisturbed(self.training, in_series=True, keeps_modes=True), sampled:
             yield
+
+
+def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the model takes of a batch, on its device, without what only the loss needs."""
+    # a compiled model would be compiled once more for calls without labels
+    kept = _OF_OWN_LOSS if runner.is_compiled else set()
+    # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
+    taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
+    inputs: dict[str, Any] = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
+    return inputs
+
+
+def leak_in_part(runner: Runner, batch: Mapping[str, Any], part: RowPart) -> Tensor:
+    """Return by how much outputs change, [tokens, outputs], when about half of the documents of a row are replaced.
+
+    They are those of the other documents, in the part of the row that this rank has. All ranks call this together.
+    """
+    inputs, pieces = _inputs_of(runner, batch), part.pieces
+    replaced = np.isin(pieces.document, _segments_to_replace(roots(part.layout.lengths.tolist())))
+    is_replaced = torch.from_numpy(np.repeat(replaced, pieces.length)).to(runner.device)
+    tokens = inputs["input_ids"][0]
+    changed = torch.where(is_replaced, _other_tokens(tokens, runner.model), tokens)
+    with with_sampled_vocabulary(runner.model):
+        before, after = (
+            logits_of(runner.called, runner(inputs | {"input_ids": each[None]}))[0].detach()[~is_replaced]
+            for each in (tokens, changed)
+        )
+    return differences(after, before)
 
 
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:

@@ -44,10 +44,10 @@ def labels_left(columns: TokenColumns, plan: PackingPlan) -> LabelCounts | None:
         plan: the plan of the documents.
 
     Returns:
-        The counts; None if nothing or everything is dropped, or if all tokens are labels.
+        The counts; None if nothing is dropped, or if all tokens are labels.
     """
-    lost_some = plan.segment_length.sum(dtype=np.int64) not in (0, plan.document_length.sum(dtype=np.int64))
-    if not lost_some or columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
+    is_whole = plan.segment_length.sum(dtype=np.int64) == plan.document_length.sum(dtype=np.int64)
+    if is_whole or columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
         return None
     return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, Pieces.whole(plan.document_length)))
 

@@ -207,10 +207,12 @@ def _write_rows(
     """
     schema = packing.rows(columns, plan, np.arange(0)).table.schema
     first_labels, trained_tokens = [], 0
+    cut = plan.metrics().num_cut_documents
+    what = f"{plan.num_documents:,} documents" + (f", {cut:,} of them cut" if cut else "")
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, schema) as stream,
-        tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents:,} documents", unit=" packs") as progress,
+        tqdm(total=plan.num_packs, desc=f"Packing {what}", unit=" packs") as progress,
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
         written: Future[None] | None = None

@@ -17,9 +17,7 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABELS,
     LOSS_MASKS,
-    SEGMENT_COLUMNS,
-    TREE_INPUT_IDS,
-    check_has_tokens,
+    check_are_documents,
     rows_of,
 )
 from hf_packing.errors import PackingError
@@ -128,12 +126,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
             lists of different lengths; or labels or a mask do not have one number for each token.
     """
     names = table.column_names
-    if packed := [name for name in (*SEGMENT_COLUMNS, TREE_INPUT_IDS) if name in names]:
-        raise PackingError(
-            f"column {packed[0]!r}: expected documents that are not packed yet, but a dataset with this column seems "
-            "to be packed already; remove the column if the dataset is not packed"
-        )
-    check_has_tokens(names)
+    check_are_documents(names)
     for name, values in VALUES_OF_TOKENS.items():
         if name in names and not is_token_type(kind := table.schema.field(name).type):
             raise PackingError(f"column {name!r}: expected lists of {values}, one for each token, got {kind}")

@@ -300,5 +300,8 @@ class Batching(ShowsAlignment, ABC):
 def check_batching(batching: Any) -> Batching:
     """Return `batching`; raise PackingError if the argument is not a Batching."""
     if not isinstance(batching, Batching):
-        raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}")
+        raise PackingError(
+            f"batching: expected TokenBudget(...), which packs documents during training, or BucketBatches(...), got "
+            f"{batching!r}; strategies such as BestFit are for pack and map"
+        )
     return batching

@@ -22,7 +22,7 @@ from hf_packing.checks import (
     check_whole_number,
     set_fields,
 )
-from hf_packing.columns import INPUT_IDS, check_has_tokens
+from hf_packing.columns import INPUT_IDS, check_are_documents
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.planning.lengths import (
     IntArray,
@@ -374,7 +374,7 @@ def read_lengths(lengths: Any) -> IntArray:
         lengths: as for `plan_packing`. A lazy column of `datasets` is read whole, since NumPy would read it by row.
     """
     if names := getattr(lengths, "column_names", None):
-        check_has_tokens(names)
+        check_are_documents(names)
         tables = lengths.select_columns(INPUT_IDS).with_format("arrow").iter(_ROWS_AT_ONCE)
         chunks = (chunk for table in tables for chunk in table[INPUT_IDS].chunks)
         found = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]

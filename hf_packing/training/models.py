@@ -244,7 +244,7 @@ class FirstBatchProof:
         if part := part_in(batch):
             if check_patched(model).facts.ranks_per_row == part.layout.num_ranks:  # proven once for both modes
                 return
-            prove = partial(prove_split_rows, model, part.layout.num_ranks)
+            prove = partial(prove_split_rows, model, part.layout.num_ranks, batch)
         elif mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
         # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end

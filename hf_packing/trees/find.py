@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, check_has_tokens
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, check_are_documents
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import (
     IntArray,
@@ -344,7 +344,7 @@ def measure_shared_prefixes(documents: Any, max_length: int, num_documents: int 
 def _columns_of(documents: Any) -> TokenColumns:
     known = sys.modules.get("datasets")  # whoever has a Dataset has imported it
     if known is not None and isinstance(documents, known.Dataset):
-        check_has_tokens(documents.column_names)
+        check_are_documents(documents.column_names)
         return find_token_columns(documents.data.table.select([INPUT_IDS]), row_numbers(documents))
     try:
         column = pa.array([np.asarray(document) for document in documents], pa.list_(pa.int32()))

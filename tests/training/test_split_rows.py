@@ -293,7 +293,16 @@ def refused(folder):
         (batch,) = prepare()
         call(hfp.patch_model(build("Llama", num_hidden_layers=1)), batch=batch)
 
+    def looking_far_back():
+        model = build("Llama")
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda _, __, out: out + (out.roll(100, 1) if out.shape[1] > 150 else 0)
+        )
+        far = hfp.TokenBudget(200, max_ranks_per_document=2)
+        next(iter(prepare(documents([300, 40, 20, 30]), far, model=model)))
+
     calls = {
+        "far back": looking_far_back,
         "three ranks": lambda: prepare(batching=hfp.TokenBudget(48, max_ranks_per_document=3)),
         "more ranks than there are": lambda: prepare(batching=budget(4)),
         "a long document": lambda: prepare(documents([97, 5])),
@@ -329,6 +338,7 @@ class Distilled(Trainer):
 ONE = "max_ranks_per_document: expected 1"
 DIVIDING = "max_ranks_per_document: expected a number that divides the 2 ranks of this run"
 REFUSED = {
+    "far back": "in all, which were compared with one rank, replacing documents changed the outputs of other documents",
     "three ranks": f"{DIVIDING}, got 3",
     "more ranks than there are": f"{DIVIDING}, got 4",
     "a long document": "max_tokens: row 0 has 97 tokens, but a row on 2 ranks may have at most 96",
