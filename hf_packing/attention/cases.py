@@ -213,6 +213,8 @@ class Case:
         far they reach; see `Run`. Some models compute no gradients, such as those with reentrant checkpointing."""
         try:
             found = self.gradients_at(torch.stack([*map(score_of, outputs)]).sum(), embedded, tokens)
+        except torch.OutOfMemoryError:  # says nothing about the model
+            raise
         except (RuntimeError, AssertionError, ValueError):
             return {}, float("nan")
         sizes, inside = found.abs().amax(1), self.owned_by(*documents)
