@@ -37,7 +37,7 @@ TOY = {
     "lazy.py": ("--tokens 40000 --lengths 512 --read 8000 --rounds 1", "0 of"),
     "samplers.py": ("--documents 3000 --ranks 2", "TokenBudget(16384)"),
     "long_documents.py": ("--documents 2000 --planned 2000 --ranks 8", "TokenBudget.lay_out"),
-    "two_ranks.py": ("--tokens 64 --hidden 32 --layers 1 --steps 1 --rounds 1", "times as fast as on one"),
+    "two_ranks.py": ("--tokens 64 --hidden 128 --layers 1 --steps 1 --rounds 1", "times as fast as on one"),
     "by_segment.py": ("--steps 2 --documents 4 --max-length 32 --sample 200 --threads 1", "Jamba: route: varlen"),
     "alignment.py": ("--documents 500", "align_tokens=128"),
     "shapes.py": ("--batches 2 --documents 500", "BestFit(16384, max_documents=255)"),
