@@ -37,7 +37,7 @@ def test_columns_types_values_and_format_and_what_is_left_of_documents():
     assert hfp.unpack(truncated)["input_ids"][:] == [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10]]
     dropped = hfp.pack(documents(), hfp.BestFit(4, overflow="drop"))
     assert hfp.unpack(dropped)["labels"][:] == [[-100, 2, 3], [], [4, 5], [6], []]
-    with pytest.raises(hfp.PackingError, match="0 of 6 labels are left, so there would be nothing to train on"):
+    with pytest.raises(hfp.PackingError, match="0 of 5 labels are left, so there would be nothing to train on"):
         hfp.pack(documents().select([0, 4]), hfp.BestFit(2, overflow="drop"))
 
 

@@ -118,7 +118,7 @@ def test_lengths_are_those_of_a_dataset_or_of_a_column(monkeypatch):
     assert str(advice[0]) == str(advice[1])
     for read, limit in ((hfp.plan_packing, hfp.BestFit(8)), (hfp.packing_report, 8)):
         with pytest.raises(hfp.PackingError, match="column 'seq_lengths': expected documents that are not packed yet"):
-            read(hfp.pack(documents, hfp.BestFit(8)), limit)
+            read(Dataset.from_dict({"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]}), limit)
     column = Dataset.from_dict({"length": [5, 3, 6, 2]})["length"]
     monkeypatch.setattr(type(column), "__iter__", lambda _: pytest.fail("read row by row"))
     assert hfp.plan_packing(column, hfp.BestFit(8)) == hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
