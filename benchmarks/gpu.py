@@ -10,6 +10,7 @@ model and stand-ins for the kernels, to try the code; the figures mean nothing t
 
 import argparse
 import datetime
+import gc
 import importlib
 import json
 import os
@@ -61,6 +62,7 @@ def run_part(name: str, file: Path, options: argparse.Namespace) -> None:
     trouble = ""
     try:
         module = importlib.import_module(PARTS[name].module)
+        gc.freeze()  # what was imported is not looked through when a side's memory is freed
         getattr(module, PARTS[name].function)(results, Scale.of(options.dry_run, options.seconds, options.tokens))
     except CannotRunError as reason:
         trouble = str(reason)

@@ -4,7 +4,6 @@ They run on one thread: two that wait for each other, beside tests on the other 
 """
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from processes import HANGS, run_script
+from processes import run_script
 
 import hf_packing as hfp
 
@@ -133,11 +132,8 @@ def modules(monkeypatch):
 
 
 def call(script, folder, *options, **environment):
-    known = {"HF_HOME": str(folder / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(REPRODUCE / f"{script}.py"), "--quick", "--output", str(folder), *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | known | environment, timeout=HANGS
-    )
+    known = {"HF_HOME": str(folder / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment
+    return run_script(REPRODUCE / f"{script}.py", "--quick", "--output", folder, *options, **known)
 
 
 def tables(script, folder, *options, result=None):

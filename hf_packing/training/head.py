@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -463,9 +463,10 @@ def _warn_once(model: str, reason: str) -> None:
 
 def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel) -> tuple[str, bool]:
     """Return why the logits of whole rows are needed, or an empty text, and whether they can be observed at least."""
-    around = [module for module in model.modules() if layer in module.modules()]
-    if not around:
+    name = next((name for name, module in model.named_modules() if module is layer), None)
+    if name is None:
         return "the model's get_output_embeddings returns no output layer", False
+    around = [model, *map(model.get_submodule, accumulate(name.split("."), "{}.{}".format))]
     if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
         return "the output layer is compiled", False
     hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]

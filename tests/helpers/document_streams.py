@@ -39,7 +39,7 @@ def split_unevenly(documents: list[list[int]], files: int) -> list[list[list[int
 
 
 def write_parquet(folder: Path, files: list[list[list[int]]], rows_in_group: int = 40) -> list[str]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     kind = pa.list_(pa.int32())
     for number, documents in enumerate(files):
         table = pa.table(

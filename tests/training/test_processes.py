@@ -224,10 +224,10 @@ def test_another_batching_is_refused_on_all_ranks_when_a_run_resumes(tmp_path):
 
 
 FILES = {
-    "even": [30] * 8,
-    "one file 100 times another": [200, 2, 40, 40, 2, 30],
-    "fewer files than ranks": [60, 50],
-    "empty files": [0, 70, 0, 60, 0],
+    "even": [15] * 8,
+    "one file 100 times another": [100, 1, 20, 20, 1, 15],
+    "fewer files than ranks": [30, 25],
+    "empty files": [0, 35, 0, 30, 0],
 }
 CAPACITY = 48
 OF_STREAMS = {"dtype": "float64", "max_tokens": CAPACITY, "packed": CAPACITY}
@@ -241,7 +241,7 @@ def write_files(folder, sizes, samples):
         begins = [documents[number - number % samples][:20] for number in range(len(documents))]
         documents = [[*begin, *each[:10]] for begin, each in zip(begins, documents, strict=True)]
     borders = [0, *accumulate(sizes)]
-    write_parquet(folder / "data", [documents[begin:end] for begin, end in pairwise(borders)])
+    write_parquet(folder / "data", [documents[begin:end] for begin, end in pairwise(borders)], rows_in_group=20)
     return {"files": str(folder / "data"), "share_prefixes": samples}, {tuple(each) for each in documents}
 
 
@@ -250,27 +250,47 @@ def check_all_are_seen(steps, documents):
     assert sum(map(len, steps.values())) > len(documents), "a second epoch has to begin"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("through", "files", "streams", "shared"),
-    [
+STREAMS = {
+    f"{through}, {files}{', trees' if shared else ''}": (through, files, streams, shared)
+    for through, files, streams, shared in (
         *(("trainer", files, streams, False) for files, streams in zip(FILES, (8, 4, 16, 12), strict=True)),
         ("trainer", "even", 8, 3),
         ("loop", "empty files", 4, 3),
-    ],
-)
-def test_steps_of_streams_do_not_depend_on_ranks(tmp_path, through, files, streams, shared):
-    data, documents = write_files(tmp_path, FILES[files], shared)
-    settings = {**OF_STREAMS, **data, "through": through, "steps": 42, "streams": streams, "eval_batch_sizes": [2]}
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def streams_on_ranks(tmp_path_factory):
+    """A folder with the runs of streams on so many ranks, and by the name of a run, its documents."""
+    folder, runs, documents = tmp_path_factory.mktemp("streams"), {}, {}
+    for name, (through, files, streams, shared) in STREAMS.items():
+        data, documents[name] = write_files(folder / name, FILES[files], shared)
+        runs[name] = {
+            **OF_STREAMS,
+            **data,
+            "through": through,
+            "steps": 26,
+            "streams": streams,
+            "eval_batch_sizes": [2],
+        }
     for ranks in (1, 2, 4):
-        run(tmp_path / str(ranks), {"a": settings | {"accumulation": 4 // ranks}}, ranks)
-    alone, *others = (tmp_path / str(ranks) / "a" for ranks in (1, 2, 4))
+        accumulation = {"accumulation": 4 // ranks}
+        run(folder / str(ranks), {name: settings | accumulation for name, settings in runs.items()}, ranks)
+    return folder, documents
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STREAMS)
+def test_steps_of_streams_do_not_depend_on_ranks(streams_on_ranks, name):
+    folder, documents = streams_on_ranks
+    alone, *others = (folder / str(ranks) / name for ranks in (1, 2, 4))
     steps, evaluated = documents_of_steps(alone), read(alone, "evaluated", 0)[0]["loss"]
-    check_all_are_seen(steps, documents)
-    for folder in others:
-        assert documents_of_steps(folder) == steps
-        assert losses(folder) == pytest.approx(losses(alone), rel=1e-6)
-        assert read(folder, "evaluated", 0)[0]["loss"] == pytest.approx(evaluated, rel=1e-6)
+    check_all_are_seen(steps, documents[name])
+    for found in others:
+        assert documents_of_steps(found) == steps
+        assert losses(found) == pytest.approx(losses(alone), rel=1e-6)
+        assert read(found, "evaluated", 0)[0]["loss"] == pytest.approx(evaluated, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -280,12 +300,12 @@ def test_steps_of_streams_do_not_depend_on_ranks(tmp_path, through, files, strea
 )
 def test_streams_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, through, packed, shared):
     data, documents = write_files(tmp_path, FILES["one file 100 times another"], shared)
-    settings = {**OF_STREAMS, **data, "through": through, "steps": 40, "packed": packed}
+    settings = {**OF_STREAMS, **data, "through": through, "steps": 26, "packed": packed}
     run(tmp_path, {"whole": settings | {"accumulation": 4}}, 1)
-    resumed = settings | {"save_steps": 5, "resume": True}
+    resumed = settings | {"save_steps": 3, "resume": True}
     for ranks, more in (
-        (2, {"resume": False, "kill": True, "stop_at": 13}),
-        (4, {"kill": True, "stop_at": 27, "workers": 2}),
+        (2, {"resume": False, "kill": True, "stop_at": 7}),
+        (4, {"kill": True, "stop_at": 16, "workers": 2}),
         (1, {"workers": 1}),
     ):
         run(tmp_path, {"killed": resumed | more | {"accumulation": 4 // ranks}}, ranks, fails="kill" in more)
@@ -298,7 +318,7 @@ def test_streams_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, through, 
 @pytest.mark.slow
 def test_a_rank_that_cannot_read_stops_all(tmp_path):
     data, _ = write_files(tmp_path, FILES["even"], False)
-    settings = {**OF_STREAMS, **data, "through": "loop", "steps": 60, "readable": 60, "workers": 1}
+    settings = {**OF_STREAMS, **data, "through": "loop", "steps": 60, "readable": 30, "workers": 1}
     done = run(tmp_path, {"a": settings}, ranks=2, fails=True)
     assert "an unreadable document" in done.stderr
     assert "another rank could not read its next rows" in done.stderr

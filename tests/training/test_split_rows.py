@@ -153,16 +153,21 @@ def train_all(folder, ranks, names):
             torch.save(found, folder / f"{name}.pt")
 
 
+@pytest.fixture(scope="module")
+def on_one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    train_all(folder, 1, RUNS)
+    return {name: torch.load(folder / f"{name}.pt") for name in RUNS}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "ranks", "names"), [(2, 2, FEW), (4, 2, [*RUNS]), (4, 4, [*RUNS])], ids=["2", "4 in 2 blocks", "4"]
 )
-def test_steps_are_those_of_one_process(world, ranks, names, tmp_path):
-    train_all(tmp_path, 1, names)
-    expected = {name: torch.load(tmp_path / f"{name}.pt") for name in names}
+def test_steps_are_those_of_one_process(world, ranks, names, on_one_process, tmp_path):
     on_ranks(train_all, tmp_path, ranks, names, ranks=world)
     for name in names:
-        (losses, weights, unlabeled), (wanted, exact, _) = torch.load(tmp_path / f"{name}.pt"), expected[name]
+        (losses, weights, unlabeled), (wanted, exact, _) = torch.load(tmp_path / f"{name}.pt"), on_one_process[name]
         # logs are rounded to float32, in which SFTTrainer computes
         assert np.shape(losses)[0] == (2 if "few" in name else STEPS + 1)
         assert np.allclose(losses, wanted, rtol=1e-12 if "loop" in name else 1e-6, atol=0), (name, losses, wanted)
