@@ -73,9 +73,10 @@ def attach(
     with the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and
     micro-batches. Labels and loss masks are used as without attach. A collator that masks tokens masks each document by
     itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
-    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. After you change
-    the training dataset or something that decides batches or the loss, call `attach` again; until then, train(),
-    evaluate() and predict() raise an error that names the change.
+    joins up to per_device_eval_batch_size rows into one flat row of no more tokens than in training, unless a row alone
+    has more, and predictions have the same flat shape. After you change the training dataset or something that decides
+    batches or the loss, call `attach` again; until then, train(), evaluate() and predict() raise an error that names
+    the change.
 
     A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
     the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different

@@ -356,6 +356,36 @@ def test_evaluation_batches_are_filled(tmp_path):
         trainer.evaluate(documents(1).add_item({"input_ids": [5] * 100, "labels": [5] * 100}))
 
 
+def test_evaluation_batches_have_no_more_tokens_than_those_of_the_training(tmp_path):
+    """A longer document is alone, and so are rows of a stream."""
+    data = documents(12).add_item({"input_ids": [5] * 70, "labels": [5] * 70})
+    lengths, number, in_turn = [len(row) for row in data["input_ids"]], [], []
+    trainer = attached(tmp_path, hfp.TokenBudget(48), per_device_eval_batch_size=4)
+    for batch in trainer.get_eval_dataloader(data):
+        own = batch["cu_seq_lens_q"].diff().tolist()
+        assert own == [lengths.pop(0) for _ in own]
+        assert sum(own) <= 48 or own == [70]
+        number.append(len(own))
+        in_turn.append(sum(own))
+    assert not lengths
+    assert number[-1] == 1
+    assert len({*number[:-1]}) > 1, "some batches have as few documents as fit, others four"
+    assert max(number) == 4
+    stream = hfp.pack(data.to_iterable_dataset(), hfp.BestFit(24, overflow="split"), streams=1)
+    in_batches = [batch["input_ids"].shape[1] for batch in trainer.get_eval_dataloader(stream)]
+    assert 24 < max(in_batches) <= 48
+
+    model, losses = patched(), []
+    for most in ({}, {"rows_per_batch": 4, "max_tokens": 48}):
+        seen = []
+        note = lambda *given, seen=seen: seen.append(given[2]["input_ids"].shape[1])  # noqa: E731
+        watch = model.register_forward_pre_hook(note, with_kwargs=True)
+        losses.append(hfp.evaluation_loss(Accelerator(cpu=True), model, data, **most))
+        watch.remove()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert seen == in_turn
+
+
 @pytest.mark.parametrize("loss", fast_only(["token", "sequence"], "token"))
 def test_a_training_loop(loss):
     found = []
