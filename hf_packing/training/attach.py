@@ -150,7 +150,13 @@ def attach(
             return unpad_models(trainer, prove, fewest_shared)
 
         with models_unpatched_on_error(trainer):
-            return on_all_ranks(unpad)
+            unpadded = on_all_ranks(unpad)
+        if isinstance(trainer, AttachedTrainer):  # by an earlier attach, with a batching
+            plain = _without_attach(trainer)
+            trainer.__class__, trainer.data_collator = type(plain), plain.data_collator
+            trainer.remove_callback(BatchesOfCheckpoint)
+            del trainer.attached
+        return unpadded
     shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
     plain = _without_attach(trainer)
