@@ -40,7 +40,7 @@ def main(flags: Sequence[str] | None = None) -> Trainer:
     """Train, save the model in --output_dir, and return the trainer."""
     parser = HfArgumentParser((Arguments, TrainingArguments), description=__doc__, formatter_class=common.Help)
     usual = {"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "logging_steps": 1, **common.on_cpu()}
-    parser.set_defaults(output_dir="outputs/long_context", per_device_eval_batch_size=1, **usual)
+    parser.set_defaults(output_dir="outputs/long_context", **usual)
     given, args = parser.parse_args_into_dataclasses(flags)
     ranks = given.max_ranks_per_document or args.world_size
     if given.compare and args.gradient_accumulation_steps % ranks:

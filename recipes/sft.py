@@ -49,6 +49,7 @@ class Arguments:
     loss: str = flag("token", "mean over tokens, or over documents", choices=["token", "sequence"])
     per_turn: bool = flag(False, "one document for each assistant turn, as seen at inference")
     share_prefixes: bool | None = flag(None, "compute shared beginnings once; None: if --per_turn is given")
+    max_ranks_per_document: int = flag(1, "processes that one document may be on, if it is longer than max_tokens")
     match_documents_per_step: int | None = flag(None, "documents per step, to keep an unpacked run's schedule")
 
 
@@ -78,7 +79,8 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
             strategy = STRATEGIES[given.strategy](given.max_tokens, seed=seed)
             rows = hfp.pack(documents, strategy, share_prefixes=share)
     share = share and rows is documents
-    batching = hfp.TokenBudget(given.max_tokens, overflow="split", share_prefixes=share, seed=seed)
+    how = {"share_prefixes": share, "max_ranks_per_document": given.max_ranks_per_document, "seed": seed}
+    batching = hfp.TokenBudget(given.max_tokens, overflow="split", **how)
 
     of_model = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
     args.model_init_kwargs = {"dtype": model.dtype, **of_model, **(args.model_init_kwargs or {})}

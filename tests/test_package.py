@@ -414,7 +414,7 @@ def test_names_of_caches_and_kernels_from_the_hub(monkeypatch):
     assert found <= {*CACHES, *OTHER_CACHES}
     # attention.kernels.hub_kernel: without it, a model loaded with a hub kernel would run on another one.
     assert is_kernel("kernels-community/flash-attn2")
-    assert not any(map(is_kernel, ("sdpa", "flash_attention_2", "packed_varlen", None)))
+    assert not any(map(is_kernel, ("sdpa", "flash_attention_2", "hf_packing_varlen", None)))
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", "kernels-community/flash-attn2")
     monkeypatch.setattr(modeling_flash_attention_utils, "_flash_varlen_fn", print)
     functions = modeling_flash_attention_utils.lazy_import_flash_attention("kernels-community/flash-attn2")[0]

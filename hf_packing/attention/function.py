@@ -19,7 +19,8 @@ from hf_packing.attention.layout import CACHES, Layout, current_layout
 from hf_packing.attention.split_row import SplitLayout, exchange_keys
 from hf_packing.errors import PackingError
 
-NAME = "packed_varlen"
+NAME = "hf_packing_varlen"
+"""The name of `packed_varlen` in the configuration of a patched model, and in errors of transformers about it."""
 
 _HARMLESS = frozenset(
     [

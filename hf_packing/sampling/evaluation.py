@@ -8,26 +8,27 @@ import numpy as np
 
 from hf_packing.checks import check_optional_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import offsets_of
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, keep_rows
 from hf_packing.sampling.sizes import RowSizes
 
 
 @dataclass(frozen=True)
 class InOrder(Batching):
-    """A batching for evaluation: a micro-batch has rows_per_batch successive rows, or as many as fit into its limits.
+    """A batching for evaluation: a micro-batch has as many successive rows as fit into its limits.
 
     Ranks, or blocks of ranks, take micro-batches in turn. The last micro-batch may have fewer rows. If there are too
     few micro-batches for all of them, copies of the first row with masked labels are added.
 
     Args:
-        rows_per_batch: number of rows in a micro-batch; None if tokens or documents are limited.
-        max_tokens: the most tokens in a micro-batch; None for no limit.
+        rows_per_batch: the most rows in a micro-batch; None if tokens and documents are the only limits.
+        max_tokens: the most tokens in a micro-batch, on each of its ranks; None for no limit. With rows_per_batch, a
+            row of more tokens is not refused, but alone in a micro-batch.
         max_documents: the most documents in a micro-batch; None for no limit.
         ranks: number of consecutive ranks that run a micro-batch together.
 
     Raises:
-        PackingError: a row alone is above a limit.
+        PackingError: a row alone is above a limit, without rows_per_batch.
 
     Example:
         >>> import numpy as np
@@ -58,24 +59,31 @@ class InOrder(Batching):
             max_tokens=check_optional_number("max_tokens", self.max_tokens),
         )
 
-    def fit(self, sizes: RowSizes) -> FittedRows:
-        for name, unit, has, most in (
-            ("tokens", "tokens", self.in_batches(sizes).tokens, self.max_tokens),
+    def _limits(self, sizes: RowSizes) -> list[tuple[str, str, IntArray, int]]:
+        """Return each limit: the argument for it in a training, the unit, the number in each row, and the most."""
+        most = None if self.max_tokens is None else self.max_tokens * self.ranks
+        limits = [
+            ("tokens", "tokens", self.in_batches(sizes).tokens, most),
             ("max_segments", "documents", sizes.segments, self.max_documents),
-        ):
-            if most is not None and (has > most).any():
+            ("rows_per_batch", "rows", np.ones_like(sizes.tokens), self.rows_per_batch),
+        ]
+        return [(name, unit, has, most) for name, unit, has, most in limits if most is not None]
+
+    def fit(self, sizes: RowSizes) -> FittedRows:
+        for name, unit, has, most in self._limits(sizes) if self.rows_per_batch is None else ():
+            if (has > most).any():
                 row = int((has > most).argmax())
                 raise PackingError(f"{name}: expected at most {most} {unit} in each row, but row {row} has {has[row]}")
         return keep_rows(sizes, sizes.tokens > 0)
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         number = len(rows.kept)
-        begins = [*range(0, number, self.rows_per_batch or number)]
-        if self.rows_per_batch is None:
-            limited = (self.in_batches(rows.sizes).tokens, self.max_tokens), (rows.sizes.segments, self.max_documents)
-            totals = [(offsets_of(has[rows.kept]).tolist(), most) for has, most in limited if most is not None]
-            while (end := min(bisect_right(total, total[begins[-1]] + most) for total, most in totals) - 1) < number:
-                begins.append(end)
+        totals = [(offsets_of(has[rows.kept]).tolist(), most) for _, _, has, most in self._limits(rows.sizes)]
+        begins, end = [], 0
+        while end < number:
+            begins.append(end)
+            fitting = min(bisect_right(total, total[end] + most) for total, most in totals) - 1
+            end = max(fitting, end + 1)
         copies = -len(begins) % (epoch.world_size // self.ranks)
         return EpochPlan(
             epoch.world_size,

@@ -4,14 +4,15 @@ A DataLoader takes RankBatchSampler as its batch_sampler. RankBatchSampler is no
 has no batch_size. Otherwise accelerate would assume that all batches have the same number of rows, and would lose rows.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import check_whole_number
+from hf_packing.checks import ALIGNMENT, check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
@@ -27,6 +28,9 @@ arguments. Training then refuses to resume from older checkpoints."""
 
 SLOTS = "ranks x gradient_accumulation_steps"
 """Name of the number of micro-batches in an optimizer step, over all ranks, in checkpoints and messages."""
+
+_ROWS = "rows"
+"""Name of the numbers of rows and tokens in checkpoints. Only messages read them; the digest of the dataset decides."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +279,7 @@ class RankBatchSampler:
             "plans": _PLANS_VERSION,
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
+            _ROWS: f"{len(self.sizes):,} rows and {int(self.sizes.tokens.sum()):,} tokens",
             SLOTS: self.epoch.slots,
             **self.more_inputs,
         }
@@ -285,9 +290,29 @@ class RankBatchSampler:
         Args:
             saved: the values that `plan_inputs` returned when the checkpoint was saved.
         """
-        for name, value in self.plan_inputs().items():
-            if saved.get(name) != value:
-                raise PackingError(
-                    f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; resuming "
-                    "would go on with other batches, with some rows twice and others not at all"
-                )
+        inputs = self.plan_inputs()
+        for name, value in inputs.items():
+            if name == _ROWS or saved.get(name) == value:
+                continue
+            was, got = repr(saved.get(name)), repr(value)
+            if name == "dataset":
+                was, got = (f"{each.get(_ROWS, 'rows')} with the digest {each[name]}" for each in (saved, inputs))
+            if name == "batching":
+                was, got = _differing_arguments(saved[name], self.batching)
+            raise PackingError(
+                f"{name}: expected {was}, as when the checkpoint was saved, got {got}; resuming would go on with other "
+                "batches, with some rows twice and others not at all"
+            )
+
+
+def _differing_arguments(saved: str, batching: Batching) -> tuple[str, str]:
+    """Return the arguments that differ between a text of a batching and a batching, as two texts with their values."""
+    names = "|".join(each.name for each in fields(batching))
+    (kind, *was), (other, *got) = (re.split(rf"[(,] ?({names})=", each[:-1]) for each in (saved, repr(batching)))
+    if kind != other:
+        return saved, repr(batching)
+    hidden = dict.fromkeys(ALIGNMENT, "1")  # texts lack them if they are 1
+    first, second = (hidden | dict(zip(each[::2], each[1::2], strict=True)) for each in (was, got))
+    differ = [name for name in first | second if first.get(name) != second.get(name)]
+    shown = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in (first, second))
+    return tuple(shown)  # type: ignore[return-value]

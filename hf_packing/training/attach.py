@@ -6,6 +6,7 @@ trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those
 
 import copy
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, overload
 
 import datasets
@@ -73,9 +74,10 @@ def attach(
     with the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and
     micro-batches. Labels and loss masks are used as without attach. A collator that masks tokens masks each document by
     itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
-    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. After you change
-    the training dataset or something that decides batches or the loss, call `attach` again; until then, train(),
-    evaluate() and predict() raise an error that names the change.
+    joins up to per_device_eval_batch_size rows into one flat row of no more tokens than in training, unless a row alone
+    has more, and predictions have the same flat shape. After you change the training dataset or something that decides
+    batches or the loss, call `attach` again; until then, train(), evaluate() and predict() raise an error that names
+    the change.
 
     A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
     the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different
@@ -148,10 +150,17 @@ def attach(
             return unpad_models(trainer, prove, fewest_shared)
 
         with models_unpatched_on_error(trainer):
-            return on_all_ranks(unpad)
+            unpadded = on_all_ranks(unpad)
+        if isinstance(trainer, AttachedTrainer):  # by an earlier attach, with a batching
+            plain = _without_attach(trainer)
+            trainer.__class__, trainer.data_collator = type(plain), plain.data_collator
+            trainer.remove_callback(BatchesOfCheckpoint)
+            del trainer.attached
+        return unpadded
     shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
     plain = _without_attach(trainer)
+    own: Any = type(plain)
 
     def plan(planned_from: PlannedFrom) -> tuple[AttachedPacks | AttachedRows, type[Trainer]]:
         complete = check_batching(batching)
@@ -161,14 +170,14 @@ def attach(
             _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
             check_trainer(plain, None)
             _check_keeps_rows(plain, complete, loss_unit)
-            return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, plain)
+            return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, own)
         _refuse_given(of_whole_rows, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
         of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
         state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
         warn_of_columns_left_out("attach", plain.train_dataset, state.reading.takes)
         is_stream = isinstance(plain.train_dataset, datasets.IterableDataset)
-        return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, plain)
+        return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, own)
 
     state, kind = on_all_ranks(plan)
     if state.batching.ranks_per_block > 1:
@@ -267,14 +276,20 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
         )
 
 
-def _subclass_with(methods: type[Trainer], trainer: Trainer) -> type[Any]:
-    """Return the class that a trainer has after attach, whose `methods` run first.
+@cache
+def _subclass_with(methods: Any, kind: Any) -> Any:
+    """Return the class that a trainer of class `kind` has after attach, whose `methods` run first.
 
     Raises:
         TypeError: the trainer's class cannot be subclassed.
     """
-    kind = type(trainer)
     if kind is Trainer:
         return methods
     name = methods.__name__.removesuffix("Trainer") + kind.__name__
-    return type(name, (methods, kind), {"__module__": methods.__module__})
+    own = {"__module__": methods.__module__, "__reduce__": lambda trainer: (_made_of, (methods, kind), vars(trainer))}
+    return type(name, (methods, kind), own)
+
+
+def _made_of(methods: Any, kind: Any) -> Any:
+    """Return an empty trainer, as pickle makes it: it finds no class that attach has made by its name."""
+    return object.__new__(_subclass_with(methods, kind))

@@ -162,6 +162,7 @@ def evaluation_loss(
     dataset: Any,
     *,
     rows_per_batch: int = 1,
+    max_tokens: int | None = None,
     align_documents: int = 1,
     align_tokens: int = 1,
 ) -> float:
@@ -176,7 +177,9 @@ def evaluation_loss(
         model: a patched causal or masked language model of transformers, with or without wrappers of PEFT and
             accelerate.
         dataset: a map-style dataset of packed rows or documents, or a stream that `pack` has packed with `streams`.
-        rows_per_batch: number of rows in a forward pass; the number affects only speed and memory.
+        rows_per_batch: the most rows in a forward pass; the number affects only speed and memory.
+        max_tokens: the most tokens in a forward pass, on each rank; a row of more tokens has a forward pass of its own.
+            None for no limit.
         align_documents: a multiple that documents are filled up to, as in TokenBudget; the loss does not change.
         align_tokens: a multiple that batches are filled up to; the loss does not change.
 
@@ -199,11 +202,11 @@ def evaluation_loss(
     def load(planned_from: PlannedFrom) -> Any:
         check_accelerator(accelerator)
         ranks = check_patched(model).facts.ranks_per_row
-        planned_from.note_settings(rows_per_batch=rows_per_batch)
+        planned_from.note_settings(rows_per_batch=rows_per_batch, max_tokens=max_tokens)
         reading = Reading.of_model(model)
         budget = TokenBudget(1, max_ranks_per_document=ranks) if ranks > 1 else None  # rows may have any size
         aligned = {"align_documents": align_documents, "align_tokens": align_tokens}
-        in_order = InOrder(rows_per_batch, ranks=ranks, **aligned)
+        in_order = InOrder(rows_per_batch, max_tokens=max_tokens, ranks=ranks, **aligned)
         if ranks > 1:
             refuse_alignment(in_order, f"with max_ranks_per_document={ranks}")
         source = open_source("dataset", dataset, budget, accelerator, reading, planned_from, in_order=in_order)

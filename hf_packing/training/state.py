@@ -199,9 +199,9 @@ class AttachedPacks(Attached):
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
         rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
-        in_order = InOrder(rows, ranks=ranks)
+        most, align_documents = self.batching.most_tokens, self.batching.align_documents
+        in_order = InOrder(rows, max_tokens=most, align_documents=align_documents, ranks=ranks)
         if tokens is not None and max_segments is not None:
-            align_documents = self.batching.align_documents
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1, align_documents=align_documents)
         source = open_source(
             name, dataset, self.batching, trainer.accelerator, self.reading, planned_from, in_order=in_order

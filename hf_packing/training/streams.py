@@ -125,6 +125,8 @@ def training_stream(
         )
     if in_order is not None and in_order.rows_per_batch is not None:
         rows = in_order.rows_per_batch
+        if in_order.max_tokens is not None:
+            rows = min(rows, max(1, in_order.max_tokens // max_tokens))
     return streams, rows, max_tokens
 
 

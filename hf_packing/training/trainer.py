@@ -150,8 +150,8 @@ class PackedTrainer(AttachedTrainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         state = self.attached
         state.evaluation, state.predictions = TokenMean(self.args.device), Predictions(self.accelerator)
-        self.gather_function = partial(state.predictions.gathered, self.gather_function)
-        rows = self.args.per_device_eval_batch_size
+        gather, rows = self.gather_function, self.args.per_device_eval_batch_size
+        self.gather_function = partial(state.predictions.gathered, gather)
         self.args.per_device_eval_batch_size = 1  # a batch is one row of predictions, for which metrics get one loss
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -159,7 +159,7 @@ class PackedTrainer(AttachedTrainer):
                 summed, tokens = state.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
-            state.evaluation, self.args.per_device_eval_batch_size = None, rows
+            state.evaluation, self.gather_function, self.args.per_device_eval_batch_size = None, gather, rows
         return output._replace(num_samples=int(state.predictions.documents))
 
 

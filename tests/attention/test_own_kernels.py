@@ -73,7 +73,7 @@ def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch,
     alone = losses_alone(model)
     kernels = [Kernel(monkeypatch, name) for name in honoring]
     route = route_of(hfp.patch_model(model))
-    assert (route.method.attention, route.modules) == ("packed_varlen", by_segment)
+    assert (route.method.attention, route.modules) == ("hf_packing_varlen", by_segment)
     for kernel in kernels:
         kernel.saw_borders = 0
     check_packed(model, alone)

@@ -110,7 +110,7 @@ def test_labels_of_rows_have_the_stock_loss(architecture):
 
 def test_a_route_in_one_line_and_in_several():
     plans = tuple(ModulePlan(f"layers.{i}.mixer", "Mixer", TokenAxes("", 41), TokenAxes("", 41)) for i in range(2))
-    route = Route(Method("packed_varlen"), plans, 0.5, facts=Facts(unproven="the model draws random numbers"))
+    route = Route(Method("hf_packing_varlen"), plans, 0.5, facts=Facts(unproven="the model draws random numbers"))
     assert repr(route) == "Route('varlen + segments', modules={'Mixer': 2}, packed_share=0.50)"
     assert route.describe().splitlines() == [
         "route: varlen + segments, 50% of the parameters stay packed",

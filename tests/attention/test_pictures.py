@@ -130,7 +130,7 @@ def test_a_tower_alone():
         found, expected = (getattr(each, call)(pixel_values=pixels) for each in (one, other))
         assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
     attention = {each: each.config.text_config._attn_implementation for each in (stock, model)}
-    assert attention == {stock: "sdpa", model: "packed_varlen"}
+    assert attention == {stock: "sdpa", model: "hf_packing_varlen"}
     assert model.config.vision_config._attn_implementation == "sdpa"
     model.config.vision_config._attn_implementation = "eager"  # towers are the user's
     model(**batch)

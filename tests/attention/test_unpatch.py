@@ -66,6 +66,8 @@ def test_patched_for_a_block():
         with hfp.patched(model):
             pass
         assert model.config._attn_implementation == NAME
+        with pytest.raises(ValueError, match="hf_packing"):  # which transformers does not run
+            model.generate_batch([[5, 6]])
     assert model.config._attn_implementation != NAME
 
 

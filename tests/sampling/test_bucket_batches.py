@@ -119,6 +119,7 @@ def test_limits_of_fixed_shapes_are_kept_and_reached():
     packs=PACKS,
     limits=st.one_of(
         st.tuples(st.integers(1, 9), st.just(999), st.just(999)),
+        st.tuples(st.integers(1, 9), st.integers(1, 40), st.just(999)),
         st.tuples(st.just(999), st.integers(36, 60), st.integers(4, 9)),
     ),
     world_size=st.integers(1, 8),
@@ -129,7 +130,8 @@ def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size, alig
     sizes = sizes_of_lists([[-(-length // align) * align for length in pack] for pack in packs])
     max_tokens *= align
     batching = InOrder(max_tokens=max_tokens, max_documents=max_documents, align_documents=align)
-    batching = batching if rows_per_batch == 999 else InOrder(rows_per_batch)
+    if rows_per_batch != 999:  # then a row of more tokens is alone
+        batching = InOrder(rows_per_batch, max_tokens=max_tokens, align_documents=align)
     plan = batching.plan(sizes_of_lists(packs), Epoch(0, world_size))
     micro_batches = [
         plan.micro_batch(number, rank) for number in range(plan.num_micro_batches) for rank in range(world_size)

@@ -1,6 +1,7 @@
 """Rows as a sampler asks for them, from the Arrow table or the dataset, and the micro-batches of one rank."""
 
 import pickle
+import re
 
 import datasets
 import numpy as np
@@ -176,9 +177,34 @@ def test_what_decides_the_micro_batches_is_compared():
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
     sampler.check_can_resume(sampler.plan_inputs())
     RankBatchSampler(hfp.TokenBudget(4), sizes, accumulation=2).check_can_resume(sampler.plan_inputs())
-    for name, value in {"plans": 0, SLOTS: 3, "dataset": "other", "batching": "other"}.items():
+    for name, value in {"plans": 0, SLOTS: 3}.items():
         with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
             sampler.check_can_resume(sampler.plan_inputs() | {name: value})
+    fewer = RankBatchSampler(hfp.TokenBudget(4), sizes_of(Plain([{"input_ids": [1, 2]}] * 9)), world_size=2)
+    with pytest.raises(PackingError, match=r"dataset: expected 9 rows and 18 tokens .*, got 10 rows and 20 tokens"):
+        sampler.check_can_resume(fewer.plan_inputs())
+    without_counts = {name: value for name, value in sampler.plan_inputs().items() if name != "rows"}
+    sampler.check_can_resume(without_counts)  # of an older version
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected", "got"),
+    [
+        (hfp.TokenBudget(8, overflow="split"), "max_tokens=8, overflow='split'", "max_tokens=4, overflow='error'"),
+        (hfp.TokenBudget(4, align_tokens=2), "align_tokens=2", "align_tokens=1"),
+        (
+            hfp.TokenBudget(4, length_schedule=hfp.LengthSchedule(2, steps=9)),
+            "length_schedule=LengthSchedule(start=2, steps=9, end=None, growth='linear')",
+            "length_schedule=None",
+        ),
+        (hfp.BucketBatches(4), repr(hfp.BucketBatches(4)), repr(hfp.TokenBudget(4))),
+    ],
+)
+def test_a_resume_with_another_batching_names_the_arguments_that_differ(saved, expected, got):
+    sampler = RankBatchSampler(hfp.TokenBudget(4), sizes_of(Plain([{"input_ids": [1, 2]}] * 10)))
+    message = f"batching: expected {expected}, as when the checkpoint was saved, got {got}; resuming"
+    with pytest.raises(PackingError, match=re.escape(message)):
+        sampler.check_can_resume(sampler.plan_inputs() | {"batching": repr(saved)})
 
 
 INTEGERS = [pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]

@@ -1,6 +1,7 @@
 """attach on one process: what it changes and leaves alone, checkpoints, and batches of fixed shapes."""
 
 import copy
+import pickle
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from documents_to_mask import hidden
 from patched_models import patched, patched_once, patched_tiny
 from tiers import fast_only, slow
@@ -96,6 +98,18 @@ def test_training_in_evaluation_mode(tmp_path):
     changes = {"gradient_accumulation_steps": 2}
     found = [logged(attached(tmp_path, kind=kind, **changes)) for kind in (Trainer, InEvaluationMode)]
     assert found[0] == found[1]
+
+
+class OwnTrainer(Trainer):
+    """Where pickle finds it."""
+
+
+def test_a_trainer_of_the_users_own_can_be_pickled(tmp_path):
+    GradientState._reset_state()  # has weak references to loaders of earlier trainings, which cannot be pickled
+    trainer = attached(tmp_path, kind=OwnTrainer)
+    pickled = pickle.loads(pickle.dumps(trainer))
+    assert type(pickled) is type(trainer)
+    assert logged(pickled) == logged(trainer)
 
 
 def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
@@ -354,6 +368,36 @@ def test_evaluation_batches_are_filled(tmp_path):
     assert (predicted.label_ids != -100).sum() == trained
     with pytest.raises(hfp.PackingError, match="tokens: expected at most 80 tokens in each row, but row 1 has 100"):
         trainer.evaluate(documents(1).add_item({"input_ids": [5] * 100, "labels": [5] * 100}))
+
+
+def test_evaluation_batches_have_no_more_tokens_than_those_of_the_training(tmp_path):
+    """A longer document is alone, and so are rows of a stream."""
+    data = documents(12).add_item({"input_ids": [5] * 70, "labels": [5] * 70})
+    lengths, number, in_turn = [len(row) for row in data["input_ids"]], [], []
+    trainer = attached(tmp_path, hfp.TokenBudget(48), per_device_eval_batch_size=4)
+    for batch in trainer.get_eval_dataloader(data):
+        own = batch["cu_seq_lens_q"].diff().tolist()
+        assert own == [lengths.pop(0) for _ in own]
+        assert sum(own) <= 48 or own == [70]
+        number.append(len(own))
+        in_turn.append(sum(own))
+    assert not lengths
+    assert number[-1] == 1
+    assert len({*number[:-1]}) > 1, "some batches have as few documents as fit, others four"
+    assert max(number) == 4
+    stream = hfp.pack(data.to_iterable_dataset(), hfp.BestFit(24, overflow="split"), streams=1)
+    in_batches = [batch["input_ids"].shape[1] for batch in trainer.get_eval_dataloader(stream)]
+    assert 24 < max(in_batches) <= 48
+
+    model, losses = patched(), []
+    for most in ({}, {"rows_per_batch": 4, "max_tokens": 48}):
+        seen = []
+        note = lambda *given, seen=seen: seen.append(given[2]["input_ids"].shape[1])  # noqa: E731
+        watch = model.register_forward_pre_hook(note, with_kwargs=True)
+        losses.append(hfp.evaluation_loss(Accelerator(cpu=True), model, data, **most))
+        watch.remove()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert seen == in_turn
 
 
 @pytest.mark.parametrize("loss", fast_only(["token", "sequence"], "token"))

@@ -164,6 +164,15 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
 
 
+def test_an_evaluation_that_fails_leaves_the_trainer_as_it_was(tmp_path):
+    trainer = attached(tmp_path)
+    before = trainer.gather_function, trainer.args.per_device_eval_batch_size
+    trainer.prediction_step = lambda *_, **__: {}[0]
+    with pytest.raises(KeyError):
+        trainer.evaluate(documents(3))
+    assert (trainer.gather_function, trainer.args.per_device_eval_batch_size) == before
+
+
 def as_stream(data):
     return data.to_iterable_dataset(num_shards=2)
 

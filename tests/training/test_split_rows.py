@@ -186,7 +186,7 @@ def evaluated(folder, ranks):
     model.register_forward_pre_hook(lambda _, __, given: tokens.append(given["input_ids"].numel()), with_kwargs=True)
     losses = [trainer.evaluate(held_out)["eval_loss"]]
     losses.append(hfp.evaluation_loss(trainer.accelerator, trainer.model, held_out, rows_per_batch=2))
-    largest = max(tokens)
+    largest, trainer.args.per_device_eval_batch_size = max(tokens), 1
     predicted = [*trainer.predict(held_out).predictions.shape]
     trainer.compute_metrics = lambda of: {"rows": len(of.predictions)}
     predicted.append(trainer.evaluate(held_out)["eval_rows"])

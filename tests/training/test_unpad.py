@@ -93,6 +93,15 @@ def test_reward(tmp_path):
     check_step(rows_trainer_of("reward", tmp_path), ["model"], close=1e-6)
 
 
+def test_a_trainer_with_a_batching_gets_its_own_batches_back(tmp_path):
+    for trainer in (rows_trainer_of("reward", tmp_path), trainer_of(tmp_path)):
+        before = type(trainer), trainer.data_collator, [*trainer.callback_handler.callbacks]
+        hfp.attach(trainer, hfp.TokenBudget(512))
+        assert type(trainer) is not before[0]
+        hfp.attach(trainer, None)
+        assert (type(trainer), trainer.data_collator, trainer.callback_handler.callbacks) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "names"), [(kto, ["model", "ref_model"]), (odds_ratio, ["model"])])
 def test_kto_and_orpo(tmp_path, monkeypatch, make, names):

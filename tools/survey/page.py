@@ -40,8 +40,7 @@ def page(
     ranks: Sequence[MeasuredRanks] = (),
 ) -> str:
     """Return the full text of docs/SUPPORTED_MODELS.md."""
-    lines = ["# Supported models", "", *_summary(results, versions), *(_other_heads(heads) if heads else [])]
-    lines += _pictures(pictures) if pictures else []
+    lines = ["# Supported models", "", *_summary(results, versions)]
     for kind, title in TITLES.items():
         own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
         lines += _table(title, _HEAD, [_cells(each) for each in own if each.route])
@@ -51,6 +50,8 @@ def page(
         lines += _table(f"Refused: {title.lower()}", ("architecture", "unpatched", "reason"), refused)
         absent = [[each.name, _one_line(each.reason, 160)] for each in own if not each.built]
         lines += _table(f"Not measured: {title.lower()}", ("architecture", "why no tiny model could be built"), absent)
+    lines += _other_heads(heads) if heads else []
+    lines += _pictures(pictures) if pictures else []
     text = "\n".join(lines) + "\n"
     text = with_trees(text, trees) if trees else text
     return with_ranks(text, ranks) if ranks else text
@@ -58,18 +59,18 @@ def page(
 
 def with_pictures(text: str, pictures: Sequence[MeasuredPictures]) -> str:
     """Return the text of a page with other measurements of pictures."""
-    return _with_sections(text, PICTURES, _pictures(pictures), before=(TREES, SPLIT, *TITLES.values()))
+    return _with_sections(text, PICTURES, _pictures(pictures), before=(TREES, SPLIT))
 
 
 def with_trees(text: str, trees: Sequence[MeasuredTrees]) -> str:
     """Return the text of a page with other measurements of trees, also in the table of causal models."""
-    text = _with_sections(text, TREES, _trees(trees), before=(SPLIT, *TITLES.values()))
+    text = _with_sections(text, TREES, _trees(trees), before=(SPLIT,))
     return _with_column(text, "causal", "trees", trees)
 
 
 def with_ranks(text: str, ranks: Sequence[MeasuredRanks]) -> str:
     """Return the text of a page with other measurements of rows on two ranks, also in the tables of models."""
-    text = _with_sections(text, SPLIT, _on_ranks(ranks), before=tuple(TITLES.values()))
+    text = _with_sections(text, SPLIT, _on_ranks(ranks), before=())
     for kind in TITLES:
         text = _with_column(text, kind, "on 2 ranks", [each for each in ranks if each.kind == kind])
     return text
@@ -337,8 +338,13 @@ def _cells(each: Measured) -> list[str]:
 
 
 def _one_line(text: str, longest: int) -> str:
+    """Return a text as one line; a longer one ends with its last sentence or clause that fits, or with a whole word."""
     text = re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
-    return text if len(text) <= longest else text[: longest - 3].rstrip() + "..."
+    if len(text) <= longest:
+        return text
+    begin = text[: longest - 3].rstrip()
+    sentences = re.match(r"(.*)[.;] ", begin)
+    return sentences[1] if sentences else begin.rpartition(" ")[0] + " ..."
 
 
 def _row(items: Sequence[str]) -> str:
