@@ -98,7 +98,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         packed = case.run(gradients=case.wants_gradients and case.training and not case.runner.is_compiled)
         if case.wants_gradients and not packed.gradients:
             graded = case.run(gradients=True)
-            packed.gradients, packed.reach = graded.gradients, graded.reach
+            packed.gradients, packed.reach, packed.failure = graded.gradients, graded.reach, graded.failure
         changes = [_change(case, packed, replaced) for replaced in case.replacements]
         case.known = case.known or [case.alone()]
         problem = _problem(case, packed, changes)
@@ -183,6 +183,9 @@ def _problem(case: Case, packed: Run, changes: list[_Change], repeated: Run | No
             "gradients of one document reach another document; the largest gradient at another document's tokens "
             f"is {packed.reach:.2g} times the largest gradient at the document's own tokens"
         )
+    alone = case.known[0].runs.values()
+    if packed.failure and not packed.gradients and alone and all(run.gradients for run in alone):
+        return f"the backward pass fails on the {case.where}, but not on documents alone: {packed.failure}"
     found = [_difference(case, packed, each, unit) for each in case.known]
     if found and "" not in found:
         return found[0]
