@@ -258,7 +258,8 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
         where=f"{len(lengths)} random documents of {sum(lengths)} tokens in all, which were compared with one rank",
         tokens=sum(lengths),
         documents=len(lengths),
-        alone=0,
+        alone=(),
+        longest=max(lengths),
         gradients=False,
         kernel=kernel_of(runner.model),
     )

@@ -143,7 +143,8 @@ def prove_on_part(model: nn.Module, batch: Mapping[str, Any], training: bool = T
         ),
         tokens=sum(lengths),
         documents=len(lengths),
-        alone=0,
+        alone=(),
+        longest=max(lengths),
         gradients=False,
         kernel=kernel_of(runner.model),
     )

@@ -55,8 +55,10 @@ class Proof:
     tokens: int
     documents: int
     """Number of documents; a piece of a document that was cut counts as a document."""
-    alone: int
-    """Number of documents that were compared with the same documents run alone."""
+    alone: tuple[int, ...]
+    """Lengths of the documents that were compared with the same documents run alone, ascending."""
+    longest: int
+    """Number of tokens of the longest document."""
     gradients: bool
     """True if gradients were compared, too."""
     kernel: str
@@ -65,7 +67,10 @@ class Proof:
     def __str__(self) -> str:
         if self.problem:
             return f"not isolated on {self.where}: {self.problem}"
-        alone = f"; alone they are the same ({self.alone} compared)" if self.alone else ""
+        alone = ""
+        if self.alone:
+            longer = ", longer ones did not run alone" if self.alone[-1] < self.longest else ""
+            alone = f"; documents of {', '.join(map('{:,}'.format, self.alone))} tokens are the same alone{longer}"
         kernel = f"; kernel: {self.kernel}" if self.kernel else ""
         return (
             f"{self.where}; no document changes the logits{' or gradients' if self.gradients else ''} of another "
@@ -122,7 +127,8 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         ),
         tokens=tokens,
         documents=documents,
-        alone=len(case.known[0].runs),
+        alone=tuple(sorted({case.lengths[each] for each in case.known[0].runs})),
+        longest=max(case.lengths),
         gradients=bool(packed.gradients),
         kernel=kernel_of(case.model) if route is not None and route.method.attention else "",
     )
