@@ -18,7 +18,6 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.batch_proof import leak_in_part
 from hf_packing.attention.by_segment import find_last_of_tokens
 from hf_packing.attention.cases import Alone, DocumentTokens, RowCase, examine_in_training
 from hf_packing.attention.forward import Patch, backbones_of, install_unpadding
@@ -38,7 +37,7 @@ from hf_packing.attention.route import PATCH
 from hf_packing.attention.runs import NotCallableError, Runner, logits_of
 from hf_packing.attention.split_row import block_of
 from hf_packing.attention.tolerance import GRADIENT_LENIENCE, apart, comparable, differences, has_experts, spread
-from hf_packing.batch.segments import part_in, part_of
+from hf_packing.batch.segments import part_of
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError
 from hf_packing.planning.rank_layout import RowPart, lay_out
@@ -190,16 +189,15 @@ def _with_poolers(model: PreTrainedModel, unpadding: Unpadding, case: PaddedCase
 
 
 @torch.inference_mode(False)  # gradients are compared
-def prove_split_rows(model: nn.Module, ranks: int, batch: Inputs | None = None) -> Proof:
+def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
     """Prove that a patched model runs rows on several ranks, and note this in its route. All ranks call this together.
 
     A row of random documents runs on the block of this rank, and on this rank alone. Its tokens must have the same
-    outputs and gradients, and must not notice that another document was replaced. Nor must those of the first batch.
+    outputs and gradients, and must not notice that another document was replaced.
 
     Args:
         model: a patched model as a training loop calls it, with or without wrappers.
         ranks: number of ranks in a block.
-        batch: this rank's part of the first batch; None for random documents only.
     """
     runner = Runner(model, without_ddp(model))
     facts = getattr(runner.model, PATCH).facts
@@ -227,7 +225,6 @@ def prove_split_rows(model: nn.Module, ranks: int, batch: Inputs | None = None) 
             torch.distributed.all_reduce(gradients, group=block_of(ranks))
         return [outputs.detach(), gradients]
 
-    part_of_batch = None if batch is None else part_in(batch)
     facts.ranks_per_row, problems = ranks, ["the proof ended"]
     kept = ~case.has_tokens([0])[own]
     try:
@@ -237,9 +234,7 @@ def prove_split_rows(model: nn.Module, ranks: int, batch: Inputs | None = None) 
             explains = case.tolerance(Alone({}, float(apart(noisy, whole[0], units[0]).max()))).explains
             split = run(case.tokens, split=True)
             replaced, _ = run(case.with_replaced([0]), split=True)
-            leaks = [differences(replaced[kept], split[0][kept])]
-            if batch is not None and part_of_batch is not None:
-                leaks.append(leak_in_part(runner, batch, part_of_batch))
+            leak = differences(replaced[kept], split[0][kept])
             problems.clear()
             for what, found, expected, unit, lenience in zip(
                 ("outputs", "gradients"), split, [whole[0][own], whole[1]], units, (1, GRADIENT_LENIENCE), strict=True
@@ -250,27 +245,21 @@ def prove_split_rows(model: nn.Module, ranks: int, batch: Inputs | None = None) 
                         f"the {what} of tokens on several ranks differ by {float(apart_by.max()):.2g} standard "
                         "deviations from those on one rank"
                     )
-            problems += [
-                "replacing documents changed the outputs of other documents on several ranks"
-                for leak in leaks
-                if leak.any() and not (has_experts(runner.model) and explains(leak / units[0]))
-            ]
+            if leak.any() and not (has_experts(runner.model) and explains(leak / units[0])):
+                problems.append("replacing a document changed the outputs of other documents on several ranks")
     finally:
         if problems:
             facts.ranks_per_row = 1
-    proven = lengths if part_of_batch is None else part_of_batch.layout.lengths.tolist()
     return Proof(
         problem=problems[0] if problems else "",
-        max_leak=max((float(leak.max()) for leak in leaks if leak.numel()), default=0.0),
+        max_leak=float(leak.max()) if leak.numel() else 0.0,
         max_gradient_leak=math.nan,
         mode="training",
-        where=(
-            f"{len(proven)} documents of up to {max(proven)} tokens, {sum(proven)} in all, on {ranks} ranks, and "
-            f"{len(lengths)} random ones of {len(case.tokens)} in all, which were compared with one rank"
-        ),
-        tokens=sum(proven),
-        documents=len(proven),
-        alone=0,
+        where=f"{len(lengths)} random documents of {sum(lengths)} tokens in all, which were compared with one rank",
+        tokens=sum(lengths),
+        documents=len(lengths),
+        alone=(),
+        longest=max(lengths),
         gradients=False,
         kernel=kernel_of(runner.model),
     )

@@ -3,6 +3,7 @@
 If the proof fails, other runs find the module in which the difference begins.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,16 +19,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
+from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import read_layout, roots
 from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, on_any_rank, prove
 from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.token_axes import tensors_in
-from hf_packing.attention.tolerance import BATCH, differences
+from hf_packing.attention.tolerance import BATCH, Tolerance, apart, differences, has_experts, spread
+from hf_packing.batch.segments import part_in
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import indices_in_ranges
-from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
@@ -101,22 +103,51 @@ def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def leak_in_part(runner: Runner, batch: Mapping[str, Any], part: RowPart) -> Tensor:
-    """Return by how much outputs change, [tokens, outputs], when about half of the documents of a row are replaced.
+@torch.inference_mode(False)  # a model may be called with gradients
+def prove_on_part(model: nn.Module, batch: Mapping[str, Any], training: bool = True) -> Proof:
+    """Prove on a row that several ranks run together that replacing about half of its documents changes no others.
 
-    They are those of the other documents, in the part of the row that this rank has. All ranks call this together.
+    All ranks call this together, each with its part of the row.
+
+    Args:
+        model: a model that runs rows on several ranks, as a training loop calls it.
+        batch: this rank's part of a row with several documents.
+        training: whether to run the model in training mode.
     """
-    inputs, pieces = _inputs_of(runner, batch), part.pieces
-    replaced = np.isin(pieces.document, _segments_to_replace(roots(part.layout.lengths.tolist())))
+    runner, part = Runner(model, without_ddp(model)), part_in(batch)
+    assert part is not None
+    inputs, pieces, lengths = _inputs_of(runner, batch), part.pieces, part.layout.lengths.tolist()
+    tokens, replaced = inputs["input_ids"], np.isin(pieces.document, _segments_to_replace(roots(lengths)))
     is_replaced = torch.from_numpy(np.repeat(replaced, pieces.length)).to(runner.device)
-    tokens = inputs["input_ids"][0]
-    changed = torch.where(is_replaced, _other_tokens(tokens, runner.model), tokens)
-    with with_sampled_vocabulary(runner.model):
-        before, after = (
-            logits_of(runner.called, runner(inputs | {"input_ids": each[None]}))[0].detach()[~is_replaced]
-            for each in (tokens, changed)
-        )
-    return differences(after, before)
+
+    def run(ids: Tensor, noisy: bool = False) -> Tensor:
+        with runner.leaves(noisy=noisy):
+            return logits_of(runner.called, runner({**inputs, "input_ids": ids}))[0].detach()
+
+    with runner.undisturbed(training, in_series=True, keeps_modes=True), with_sampled_vocabulary(runner.model):
+        before = run(tokens)
+        unit, experts = spread(before), has_experts(runner.model)
+        noise = float(apart(run(tokens, noisy=True), before, unit).max()) if experts else 0.0
+        after = run(torch.where(is_replaced, _other_tokens(tokens, runner.model), tokens))
+    leak = differences(after, before)[~is_replaced]
+    is_leak = leak.any() and not (experts and Tolerance(runner.dtype, True, noise, BATCH).explains(leak / unit))
+    mode, dtype = "training" if training else "evaluation", str(runner.dtype).removeprefix("torch.")
+    return Proof(
+        problem="replacing documents changed the outputs of other documents on several ranks" if is_leak else "",
+        max_leak=float(leak.max()) if leak.numel() else 0.0,
+        max_gradient_leak=math.nan,
+        mode=mode,
+        where=(
+            f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {sum(lengths):,} in all, in {mode} mode and "
+            f"{dtype}"
+        ),
+        tokens=sum(lengths),
+        documents=len(lengths),
+        alone=(),
+        longest=max(lengths),
+        gradients=False,
+        kernel=kernel_of(runner.model),
+    )
 
 
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:

@@ -61,6 +61,8 @@ class Run:
     reach: float = float("nan")
     """The largest gradient of a document's outputs at another document's tokens, as a share of the largest one at its
     own tokens."""
+    failure: str = ""
+    """The error of the backward pass; empty if there was none."""
 
     def of(self, segments: Sequence[int]) -> Tensor:
         """Return the outputs of some segments, such as those of a document."""
@@ -206,21 +208,25 @@ class Case:
         """Return which tokens or token ids only the segments of some documents have, bool like `owners`."""
         return _is_any(self.owners, [*chain.from_iterable(self.paths[each] for each in documents)])
 
-    def gradients(
-        self, outputs: Sequence[Tensor], embedded: Embedded, documents: Sequence[int], tokens: Tensor
-    ) -> tuple[dict[int, Tensor], float]:
-        """Return the gradients of the outputs of some documents with respect to their own tokens, by document, and how
-        far they reach; see `Run`. Some models compute no gradients, such as those with reentrant checkpointing."""
+    def add_gradients(
+        self, run: Run, outputs: Sequence[Tensor], embedded: Embedded, documents: Sequence[int], tokens: Tensor
+    ) -> None:
+        """Add the gradients of the outputs of some documents to a run, or why there are none; see `Run`. Some models
+        compute none, such as those with reentrant checkpointing."""
+        if not embedded:  # in calls that do not count
+            return
         try:
             found = self.gradients_at(torch.stack([*map(score_of, outputs)]).sum(), embedded, tokens)
         except torch.OutOfMemoryError:  # says nothing about the model
             raise
-        except (RuntimeError, AssertionError, ValueError):
-            return {}, float("nan")
+        except (RuntimeError, AssertionError, ValueError) as error:
+            run.failure = f"{type(error).__name__}: {error}"
+            return
         sizes, inside = found.abs().amax(1), self.owned_by(*documents)
         elsewhere = (sizes * (self.owners >= 0) * ~inside).max()
         reach = elsewhere / sizes[inside].max().clamp_min(torch.finfo(sizes.dtype).tiny)
-        return {each: found[self.owned_by(each)] for each in documents}, float(reach)
+        run.gradients |= {each: found[self.owned_by(each)] for each in documents}
+        run.reach = max(float(reach), run.reach)  # not nan, since it comes first
 
     def _leaves(self, tokens: Tensor, noisy: bool = False) -> AbstractContextManager[Embedded]:
         return self.runner.leaves(len(tokens) if self.is_embedded_at_once else None, noisy)
@@ -236,11 +242,9 @@ class Case:
             found, everything = Run([each.detach() for each in made.outputs]), torch.arange(len(tokens)).to(tokens)
             for documents in self.graded:
                 outputs = [made.of(self.paths[each]) for each in documents]
-                own, reach = self.gradients(outputs, embedded, documents, everything)
-                if not own:
+                self.add_gradients(found, outputs, embedded, documents, everything)
+                if found.failure:
                     break
-                found.gradients |= own
-                found.reach = max(reach, found.reach)  # not nan, since it comes first
         return found
 
     def alone(self, attention: str | None = None) -> Alone:
@@ -265,7 +269,7 @@ class Case:
             outputs = self.outputs_alone(tokens)
             run = Run([outputs.detach()])
             if self.wants_gradients and not noisy:
-                run.gradients, run.reach = self.gradients([outputs], embedded, [document or 0], tokens)
+                self.add_gradients(run, [outputs], embedded, [document or 0], tokens)
         return run
 
 

@@ -55,8 +55,10 @@ class Proof:
     tokens: int
     documents: int
     """Number of documents; a piece of a document that was cut counts as a document."""
-    alone: int
-    """Number of documents that were compared with the same documents run alone."""
+    alone: tuple[int, ...]
+    """Lengths of the documents that were compared with the same documents run alone, ascending."""
+    longest: int
+    """Number of tokens of the longest document."""
     gradients: bool
     """True if gradients were compared, too."""
     kernel: str
@@ -65,7 +67,10 @@ class Proof:
     def __str__(self) -> str:
         if self.problem:
             return f"not isolated on {self.where}: {self.problem}"
-        alone = f"; alone they are the same ({self.alone} compared)" if self.alone else ""
+        alone = ""
+        if self.alone:
+            longer = ", longer ones did not run alone" if self.alone[-1] < self.longest else ""
+            alone = f"; documents of {', '.join(map('{:,}'.format, self.alone))} tokens are the same alone{longer}"
         kernel = f"; kernel: {self.kernel}" if self.kernel else ""
         return (
             f"{self.where}; no document changes the logits{' or gradients' if self.gradients else ''} of another "
@@ -98,7 +103,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         packed = case.run(gradients=case.wants_gradients and case.training and not case.runner.is_compiled)
         if case.wants_gradients and not packed.gradients:
             graded = case.run(gradients=True)
-            packed.gradients, packed.reach = graded.gradients, graded.reach
+            packed.gradients, packed.reach, packed.failure = graded.gradients, graded.reach, graded.failure
         changes = [_change(case, packed, replaced) for replaced in case.replacements]
         case.known = case.known or [case.alone()]
         problem = _problem(case, packed, changes)
@@ -122,7 +127,8 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         ),
         tokens=tokens,
         documents=documents,
-        alone=len(case.known[0].runs),
+        alone=tuple(sorted({case.lengths[each] for each in case.known[0].runs})),
+        longest=max(case.lengths),
         gradients=bool(packed.gradients),
         kernel=kernel_of(case.model) if route is not None and route.method.attention else "",
     )
@@ -183,6 +189,9 @@ def _problem(case: Case, packed: Run, changes: list[_Change], repeated: Run | No
             "gradients of one document reach another document; the largest gradient at another document's tokens "
             f"is {packed.reach:.2g} times the largest gradient at the document's own tokens"
         )
+    alone = case.known[0].runs.values()
+    if packed.failure and not packed.gradients and alone and all(run.gradients for run in alone):
+        return f"the backward pass fails on the {case.where}, but not on documents alone: {packed.failure}"
     found = [_difference(case, packed, each, unit) for each in case.known]
     if found and "" not in found:
         return found[0]

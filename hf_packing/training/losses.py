@@ -25,11 +25,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packing.batch.collate import is_tree_batch
+from hf_packing.batch.segments import part_in
 from hf_packing.columns import (
     CU_SEQ_LENS,
     ENDS,
     IGNORED_LABEL,
     LABELS,
+    MAX_LENGTHS,
     PARENTS,
     SEGMENT_LENGTHS,
     TRAINED,
@@ -37,6 +39,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import indices_in_ranges
+from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import Places, TreeSegments
 
 Loss = Literal["token", "sequence"]
@@ -76,6 +79,22 @@ def check_keys(batch: Any) -> None:
                 f"batch: expected a batch from prepare_dataloader or PackingCollator, got {type(batch).__name__} "
                 f"without {name!r}, with the keys: {', '.join(found) or 'none'}"
             )
+
+
+def part_of_row(batch: Batch) -> RowPart | None:
+    """Return which part of a row a batch is, if several ranks run the row together; else None.
+
+    Raises:
+        PackingError: the batch has lost which part of a row it is.
+    """
+    part = part_in(batch)
+    if part is None and COUNTS in batch:
+        name = MAX_LENGTHS[0]
+        raise PackingError(
+            f"{name}: expected the int of the loader, which knows which part of a row on several ranks the batch is, "
+            f"got {type(batch.get(name)).__name__}. Convert only the tensors of a batch, and keep everything else"
+        )
+    return part
 
 
 def trees_of(batch: Batch) -> TreeSegments:

@@ -31,7 +31,6 @@ from hf_packing.attention import (
     takes_argument,
 )
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
-from hf_packing.batch.segments import part_in
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
@@ -46,6 +45,7 @@ from hf_packing.training.losses import (
     NextTokens,
     exact_type,
     labels_key,
+    part_of_row,
     weights_of,
 )
 
@@ -81,7 +81,7 @@ class WholeStep:
             check_predicts_next(model)
         weights = batch[WEIGHTS] if WEIGHTS in batch else weights_of(batch, loss)
         own, follows = weights.sum(), predicts_next(model)
-        if part_in(batch):
+        if part_of_row(batch):
             follows = False  # the labels are those of the next tokens already
         else:
             own = own.round().long()
@@ -96,7 +96,7 @@ class WholeStep:
     def share_of(self, items: Tensor | None) -> Tensor:
         """Return the micro-batch's share of a number of items, which may be 0 if it has none itself; 1 for None."""
         own = self.own.to(exact_type(self.own.device))
-        whole = self.items.to(own) if part_in(self.inputs) else own  # of a document on several ranks, less than 1
+        whole = self.items.to(own) if part_of_row(self.inputs) else own  # of a document on several ranks, less than 1
         return torch.where(self.own > 0, whole / (self.items if items is None else items), 0)
 
     @contextmanager

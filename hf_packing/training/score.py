@@ -33,7 +33,6 @@ from hf_packing.attention import (
     sees_labels,
 )
 from hf_packing.batch.collate import PackingCollator, is_tree_batch, read_integers
-from hf_packing.batch.segments import part_in
 from hf_packing.checks import check_choice, check_whole_number
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS, SEQ_IDX
 from hf_packing.errors import PackingError
@@ -52,6 +51,7 @@ from hf_packing.training.losses import (
     documents_in,
     exact_type,
     labels_key,
+    part_of_row,
 )
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model, predicts_next
 from hf_packing.trees.forest import check_fewest_shared
@@ -354,7 +354,7 @@ def document_logps(model: nn.Module, batch: Batch) -> Tensor:
         >>> loss.backward()
     """
     check_keys(batch)
-    if part_in(batch):
+    if part_of_row(batch):
         raise PackingError("batch: expected whole documents, got a part of a row; train without max_ranks_per_document")
     labels = batch[labels_key(batch)]
     check_patched(model)

@@ -21,11 +21,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_packing.attention import borders_required, inner_model, is_patched
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.batch.segments import part_in, with_segments_cut
+from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean, labels_key
+from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean, labels_key, part_of_row
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import STATE_FILE, ResumedStream, load_stream, save_state
@@ -113,7 +113,7 @@ class PackedTrainer(AttachedTrainer):
         """Let the trainer compute its own loss of a micro-batch, and weight it by its share of the optimizer step."""
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
-        if state.prove == "first batch" or part_in(inputs):
+        if state.prove == "first batch" or part_of_row(inputs):
             batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
             state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
         if trains:  # after isolation was proven on whole documents
@@ -121,7 +121,7 @@ class PackedTrainer(AttachedTrainer):
         loss = state.loss if trains or model.training else "token"
         step = WholeStep.of(model, inputs, loss)
         # SFTTrainer's own loss may have no logits to weight
-        of_model = is_tree_batch(inputs) or part_in(inputs) or (loss == "sequence" and state.sums_log_probs)
+        of_model = is_tree_batch(inputs) or part_of_row(inputs) or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
         with _as_one_micro_batch(self), step.observed(model):
@@ -142,7 +142,7 @@ class PackedTrainer(AttachedTrainer):
     def prediction_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees, or a part of a row, labels: Trainer computes a loss only of batches with labels."""
         self.attached.predictions.begin(inputs)
-        if is_tree_batch(inputs) or part_in(inputs):
+        if is_tree_batch(inputs) or part_of_row(inputs):
             inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
         with borders_required():
             return super().prediction_step(model, inputs, *args, **kwargs)

@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from model_inputs import documents
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing
+from training_by_hand import batch_of
 
 import hf_packing as hfp
+from hf_packing.attention import prove_on_batch
 from tools.tiny_model import tiny_model
 
 RANDOM = {
@@ -90,3 +93,42 @@ def test_gradient_checkpointing(architecture, reentrant):
     assert report.isolated
     assert report.modes == ("evaluation", "training")
     assert ("only logits were compared" in report.unproven) == reentrant
+
+
+class _FailsBackward(torch.autograd.Function):
+    """The backward pass of a row of more than 30 tokens raises an error."""
+
+    @staticmethod
+    def forward(_, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        if gradient.shape[1] > 30:
+            raise ValueError("too many tokens")
+        return gradient
+
+
+@pytest.mark.usefixtures("one_method")
+def test_a_backward_pass_that_fails_on_packed_rows_only_is_refused():
+    model = llama_with(lambda _, __, hidden: _FailsBackward.apply(hidden))
+    failure = "the backward pass fails on the packed {}, but not on documents alone: ValueError: too many tokens"
+    with pytest.raises(hfp.ModelNotSupportedError, match=failure.format("row")):
+        hfp.patch_model(model)
+    batch = batch_of(documents(lengths=(7, 20, 12)))
+    patched = hfp.patch_model(llama_with(lambda *_: None))
+    patched.model.layers[0].register_forward_hook(lambda _, __, hidden: _FailsBackward.apply(hidden))
+    assert prove_on_batch(patched, batch).problem == failure.format("batch")
+
+
+def test_tokens_that_are_embedded_in_several_calls_have_no_gradients_to_compare():
+    model = hfp.patch_model(build("Llama"))
+
+    def embed(_, args, given):
+        calls = given["input_ids"].split(20, dim=1)  # documents alone are shorter
+        embedded = torch.cat([*map(model.model.embed_tokens, calls)], dim=1)
+        return args, {**given, "input_ids": None, "inputs_embeds": embedded}
+
+    model.model.register_forward_pre_hook(embed, with_kwargs=True)
+    proof = prove_on_batch(model, batch_of(documents()))
+    assert (proof.problem, proof.gradients) == ("", False)

@@ -19,7 +19,7 @@ from tiers import fast_only
 from tiny_models import build, enable_checkpointing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from trainers import attached, loader_of, logged, trainer_of
+from trainers import attached, documents_in, loader_of, logged, trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -79,6 +79,14 @@ def test_a_batch_of_one_document_proves_nothing(tmp_path):
     assert str(summary).endswith("isolation: to be proven on the first batch")
 
 
+def test_the_first_batch_with_several_documents_counts():
+    budget = hfp.TokenBudget(210, seed=4)  # the single document comes first
+    loader = loader_of(documents([210, 100, 90]), budget, model=patched(**LONG))
+    found = [(len(documents_in(batch)), str(loader.first_batch_proof)) for batch in loader]
+    assert found[0] == (1, "isolation: to be proven on the first batch")
+    assert found[1][1].startswith(f"{PROVEN}training batch: 2 documents of up to 100 tokens, 190 in all")
+
+
 PROVEN = "isolation: proven on the first "
 
 
@@ -95,7 +103,7 @@ def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     printed = [line for line in capsys.readouterr().out.splitlines() if "isolation" in line]
     assert printed == str(proven).splitlines()
     assert [line.split(" batch")[0] for line in printed] == [f"{PROVEN}training", f"{PROVEN}evaluation"]
-    assert f": {proven.proofs['training'].documents} documents of up to " in printed[0]
+    assert f": {proven.proofs['the first training batch'].documents} documents of up to " in printed[0]
     assert "in training mode and float32; no document changes the logits or gradients of another" in printed[0]
     assert str(summary).endswith("\n".join(printed))
 

@@ -292,7 +292,9 @@ def refused(folder):
             prepare()
 
     def attach(kind=Trainer, model=None, data=few, **settings):
-        hfp.attach(trainer_of(folder, kind, model or build("Llama"), data, **settings), wide)
+        trainer = trainer_of(folder, kind, model or build("Llama"), data, **settings)
+        hfp.attach(trainer, wide)
+        return trainer
 
     def by_another_model(call):
         (batch,) = prepare()
@@ -303,11 +305,23 @@ def refused(folder):
         model.model.layers[0].mlp.register_forward_hook(
             lambda _, __, out: out + (out.roll(100, 1) if out.shape[1] > 150 else 0)
         )
-        far = hfp.TokenBudget(200, max_ranks_per_document=2)
-        next(iter(prepare(documents([300, 40, 20, 30]), far, model=model)))
+        far = hfp.TokenBudget(200, max_ranks_per_document=2, seed=4)  # the row of one document comes first
+        loader, batches = prepare(documents([390, 300, 40, 20, 30]), far, model=model), 0
+        try:
+            for _ in loader:
+                batches += 1
+        except hfp.PackingError as error:
+            raise hfp.PackingError(f"{loader.first_batch_proof}; after {batches} batches: {error}") from error
+
+    def part_as_a_tensor():
+        model = build("Llama")
+        (batch,) = prepare(model=model)
+        hfp.compute_loss(model, {**batch, "max_length_q": torch.tensor(batch["max_length_q"])})
 
     calls = {
         "far back": looking_far_back,
+        "a part as a tensor": part_as_a_tensor,
+        "parts as ints": lambda: attach(Converting).train(),
         "three ranks": lambda: prepare(batching=hfp.TokenBudget(48, max_ranks_per_document=3)),
         "more ranks than there are": lambda: prepare(batching=budget(4)),
         "a long document": lambda: prepare(documents([97, 5])),
@@ -335,6 +349,11 @@ def refused(folder):
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(found))
 
 
+class Converting(Trainer):
+    def _prepare_inputs(self, inputs):
+        return {name: each if isinstance(each, torch.Tensor) else int(each) for name, each in inputs.items()}
+
+
 class Distilled(Trainer):
     def compute_loss(self, model, inputs, **named):
         return super().compute_loss(model, inputs, **named)
@@ -342,8 +361,11 @@ class Distilled(Trainer):
 
 ONE = "max_ranks_per_document: expected 1"
 DIVIDING = "max_ranks_per_document: expected a number that divides the 2 ranks of this run"
+PART = "max_length_q: expected the int of the loader, which knows which part of a row on several ranks the batch is"
 REFUSED = {
-    "far back": "in all, which were compared with one rank, replacing documents changed the outputs of other documents",
+    "far back": "of 24 tokens in all, which were compared with one rank; no document changes the logits of another",
+    "a part as a tensor": f"{PART}, got Tensor. Convert only the tensors",
+    "parts as ints": f"{PART}, got int",
     "three ranks": f"{DIVIDING}, got 3",
     "more ranks than there are": f"{DIVIDING}, got 4",
     "a long document": "max_tokens: row 0 has 97 tokens, but a row on 2 ranks may have at most 96",
@@ -374,3 +396,7 @@ def test_refusals_are_the_same_on_all_ranks(tmp_path):
     assert one.keys() == REFUSED.keys()
     for name, words in REFUSED.items():
         assert words in one[name], name
+    # a row of one document shows nothing
+    proven, found = one["far back"].split("; after 1 batches: ")
+    assert proven.startswith("isolation: proven on 2 ranks: 3 random documents")
+    assert "on 4 documents of up to 300 tokens, 390 in all, in training mode and float32, replacing documents" in found
