@@ -19,8 +19,8 @@ class _Aligned(torch.autograd.Function):
 
 
 def check(values, multiple):
-    if tokens := values.shape[:-1].numel() % multiple:
-        raise RuntimeError(f"expected a multiple of {multiple} tokens, got {tokens} too many")
+    if (tokens := values.shape[:-1].numel()) % multiple:
+        raise RuntimeError(f"expected a multiple of {multiple} tokens, got {tokens}")
 
 
 class AlignedLinear(nn.Linear):
