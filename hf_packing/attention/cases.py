@@ -22,13 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.model import (
-    Arguments,
-    Inputs,
-    distinctive_lengths,
-    distinctive_multiple,
-    embedding_of,
-)
+from hf_packing.attention.model import Arguments, Inputs, distinctive_lengths, distinctive_multiple, embedding_of
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,
@@ -422,15 +416,16 @@ class RowCase(Case):
         """Run every document alone on the model without its patch, before the proof. In training mode, `unproven` has
         the reason if documents cannot be compared.
 
-        If the model or its gradients fail, the row and the documents are filled up, since layers in FP8 take only
-        multiples of 16 tokens, or of more. Gradients that fail then, too, are done without.
+        If outputs or gradients cannot be computed, the row and the documents are filled up to a multiple, since layers
+        in FP8 take no other numbers of tokens. If gradients cannot be computed then either, only outputs are compared.
 
         Raises:
             NotCallableError: the model cannot be called with input_ids alone.
         """
         failures: list[Exception] = []
         filled = [(distinctive_multiple(self.model), True)] if self.may_be_filled else []
-        for multiple, needs_gradients in ((self.runner.multiple, True), *filled, (1, False)):
+        without_gradients = [(1, False)] if self.wants_gradients else []
+        for multiple, needs_gradients in ((self.runner.multiple, True), *filled, *without_gradients):
             self.runner.multiple = multiple
             if multiple != self.multiple:
                 self.lay_out()

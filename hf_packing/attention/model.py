@@ -202,8 +202,7 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
 
 
 ALIGNED = 128
-"""A number of tokens that layers take which ask for a multiple of 8, 16, 32, 64 or 128, as those in FP8, MXFP8 and NVFP4
-do."""
+"""A number of tokens that layers in FP8, MXFP8 and NVFP4 take, which ask for a multiple of 16, 32 or 128."""
 
 
 def distinctive_multiple(model: nn.Module) -> int:

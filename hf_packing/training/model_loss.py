@@ -205,20 +205,27 @@ def collator_for(
     )
 
 
-_LABELED = 6
-"""The only token with a label."""
+_PROBED_TOKENS, _LABELED = 13, 6
+"""The number of tokens in the short document, and the only token with a label."""
 
 _MUCH = 1e-3
 """If doubling num_items_in_batch changes a loss by more than this share, the loss counts as divided by that number."""
 
 
-def _ask(wrapped: nn.Module) -> OwnLoss | None:
-    """Run a model, or a small copy if its weights are not in memory, on a short document with one label. The gradient
-    shows which token's logits the loss depends on."""
-    inner = inner_model(wrapped)
-    model = inner if has_local_weights(wrapped) else small_copy_of(inner)
+def _ask(model: nn.Module) -> OwnLoss | None:
+    """Find out how a model computes its loss, or a small copy if its weights are not in memory."""
+    inner = inner_model(model)
+    asked = inner if has_local_weights(model) else small_copy_of(inner)
+    try:
+        return _ask_about(asked, _PROBED_TOKENS)
+    except Exception:  # layers in FP8 take no such number of tokens
+        return _ask_about(asked, ALIGNED)
+
+
+def _ask_about(model: PreTrainedModel, tokens: int) -> OwnLoss | None:
+    """Run a model on a document with one label. The gradient shows which token's logits the loss depends on."""
     device = input_device(model)
-    documents, _ = random_documents(model, [ALIGNED], seed=0)
+    documents, _ = random_documents(model, [tokens], seed=0)
     batch = send_to_device(PackingCollator(keep_first_labels=True)([{INPUT_IDS: documents[0]}]), device)
     labels = torch.full_like(batch[LABELS], IGNORED_LABEL)
     labels[0, _LABELED] = 1  # small, since labels out of range would put a CUDA device into an error state for good

@@ -13,7 +13,7 @@ from tiny_models import build
 from training_by_hand import DOCUMENTS
 
 import hf_packing as hfp
-from hf_packing.attention import prove_on_batch
+from hf_packing.attention import prove_on_batch, sees_labels
 from hf_packing.errors import PackingError
 from tools.tiny_model import tiny_model
 
@@ -148,6 +148,7 @@ def test_layers_that_take_only_multiples_are_proven_as_others(name, multiple, in
     assert (report.isolated, report.modes, report.unproven) == (True, ("evaluation", "training"), "")
     assert report.route.unproven == ""
     assert report.max_gradient_leak < 1e-12
+    assert sees_labels(model) == (name == "masked")
     for aligned in ("align_tokens", "align_documents")[: 1 if name == "masked" else 2]:
         batch = hfp.PackingCollator(**{aligned: multiple})(ROWS)
         proof = prove_on_batch(model, batch)
@@ -177,7 +178,9 @@ def test_what_such_layers_do_not_hide():
 @pytest.mark.slow
 def test_modules_by_segment_with_such_layers():
     """They are found before the layers are put in, and then take documents that are filled up."""
-    with pytest.raises(hfp.ModelNotSupportedError, match=r"AlignedLinear .*mixer\.in_proj\) cannot run on a single seg"):
+    with pytest.raises(
+        hfp.ModelNotSupportedError, match=r"AlignedLinear .*mixer\.in_proj\) cannot run on a single seg"
+    ):
         hfp.patch_model(with_aligned_layers(tiny_model("mamba", "causal", num_hidden_layers=1)))
     model = with_aligned_layers(patched_tiny("mamba", "causal", num_hidden_layers=1))
     proof = prove_on_batch(model, hfp.PackingCollator(align_documents=16)(ROWS))

@@ -380,7 +380,7 @@ ALIGNED = {"align_documents": 8, "align_tokens": 24}
     ("kind", "loss"), [(Trainer, "token"), (SFTTrainer, "sequence"), (None, "token"), slow(None, "sequence")]
 )
 def test_aligned_batches_train_and_evaluate_as_others(tmp_path, kind, loss):
-    """All documents are in one optimizer step of four micro-batches, whose rows differ. Layers ask for the multiples."""
+    """All documents are in one optimizer step of four micro-batches, whose rows differ. Layers take multiples only."""
     found, loops = [], []
     for aligned in ({}, ALIGNED):
         budget = hfp.TokenBudget(360, **aligned)
