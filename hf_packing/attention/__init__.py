@@ -59,7 +59,7 @@ from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_error
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import borders_required, labels_of_trees
-from hf_packing.attention.model import has_local_weights, inner_model, input_device, takes_argument
+from hf_packing.attention.model import ALIGNED, has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.patch import (
     ProveInTraining,
     check_patched,
@@ -77,6 +77,7 @@ from hf_packing.attention.snapshot import in_mode, restored, restored_random_sta
 from hf_packing.attention.split_row import block_of
 
 __all__ = [
+    "ALIGNED",
     "IsolationReport",
     "NoLanguageModelError",
     "Proof",

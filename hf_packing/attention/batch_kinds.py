@@ -60,6 +60,7 @@ class PaddedCase(RowCase):
 
     where = "padded batch"
     only_of_batch = ()
+    may_be_filled = False
 
     def __init__(self, runner: Runner, seed: int, with_end: Sequence[int], has_choices: bool) -> None:
         super().__init__(runner, seed=seed)
@@ -72,7 +73,8 @@ class PaddedCase(RowCase):
 
     def pad_on(self, side: Side) -> None:
         """Make a batch with padding on a side. Documents are replaced only where it is on the right, at first."""
-        self.lay_out(partial(_padded, pad_token=pad_token_of(self.model) or 0, side=side))
+        self.make_batch = partial(_padded, pad_token=pad_token_of(self.model) or 0, side=side)
+        self.lay_out()
         self.replacements = [[each] for each in range(len(self.paths))] if side == "right" else []
 
     def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -276,6 +278,7 @@ class TreeCase(RowCase):
 
     where = "row of trees"
     leaks = "changing one segment of a tree changed the logits of tokens that are not below it"
+    may_be_filled = False
 
 
 def _row_of_trees(segments: DocumentTokens) -> Arguments:

@@ -27,7 +27,7 @@ from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH, Tolerance, apart, differences, has_experts, spread
 from hf_packing.batch.segments import part_in
-from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
+from hf_packing.columns import ENDS, KNOWN_COLUMNS, MAX_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.trees.segments import TreeSegments
@@ -75,6 +75,7 @@ class BatchCase(Case):
             trees, places = roots(own[own > 0].tolist()), indices_in_ranges(layout.trees.begins[:-1], own)
         ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
         self.places = torch.from_numpy(places).to(runner.device)
+        self.multiple = getattr(batch.get(MAX_LENGTHS[0]), "multiple", 1)
         tokens = self.inputs["input_ids"].flatten()[self.places]
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
         self.replacements = [_segments_to_replace(trees)]
@@ -265,6 +266,7 @@ def locate_leak(case: BatchCase) -> str:
     kept, own = torch.zeros(2, case.inputs["input_ids"].numel(), dtype=torch.bool, device=case.places.device)
     kept[case.places] = ~case.has_tokens(case.may_notice(replaced))
     own[case.places] = case.has_tokens(case.paths[document or 0])
+    length = int(own.sum())
     with case.undisturbed(), case.runner.eagerly():
         packed, changed, inside = (
             _record(model, len(own), places, case.run, each)
@@ -272,7 +274,8 @@ def locate_leak(case: BatchCase) -> str:
         )
         with case.runner.unpatched():
             alone, noisy = (
-                _record(model, int(own.sum()), slice(None), case.run_alone, document, each) for each in (False, True)
+                _record(model, length + -length % case.multiple, slice(length), case.run_alone, document, each)
+                for each in (False, True)
             )
     half = case.runner.dtype not in (torch.float32, torch.float64)
     return _first_difference(model, packed, changed, changed, 0) or _first_difference(

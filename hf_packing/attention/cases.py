@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.model import Arguments, Inputs, distinctive_lengths, embedding_of
+from hf_packing.attention.model import Arguments, Inputs, distinctive_lengths, distinctive_multiple, embedding_of
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,
@@ -41,6 +41,7 @@ from hf_packing.attention.tolerance import (
     spread,
 )
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.batch.segments import LongestSegment, fill_up
 from hf_packing.columns import IGNORED_LABEL, MAX_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.trees.segments import TreeSegments
@@ -108,6 +109,8 @@ class Case:
     """The model's inputs for the batch, with input_ids [rows, tokens]."""
     places: Tensor
     """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
+    multiple = 1
+    """Documents that run alone are filled up to a multiple of so many tokens, as the batch is."""
 
     def __init__(
         self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
@@ -166,16 +169,19 @@ class Case:
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
         return self.ask(inputs, self.places, self.trees.lengths)
 
-    def outputs_alone(self, tokens: Tensor) -> Tensor:
-        """Run the model on a document that has these tokens of the batch, int64 [tokens of the document], and return
-        its outputs, [values, width]."""
+    def outputs_alone(self, tokens: Tensor, length: int) -> Tensor:
+        """Run the model on a document that has these tokens of the batch, int64 [tokens], and return the outputs of so
+        many of them, [values, width]. The others fill it up: a mask hides them from models that see later tokens."""
         shape = self.inputs["input_ids"].shape
         inputs = {
             name: value.flatten(0, 1)[self.places[tokens]][None]
             for name, value in self.inputs.items()
             if isinstance(value, Tensor) and value.shape[:2] == shape and name not in self.only_of_batch
         } | {"input_ids": self.tokens[tokens][None], "use_cache": False}
-        return self.ask(inputs, torch.arange(len(tokens), device=tokens.device), [len(tokens)])[0]
+        numbers = torch.arange(len(tokens), device=tokens.device)
+        if length < len(tokens):
+            inputs["attention_mask"] = (numbers < length).long()[None]
+        return self.ask(inputs, numbers[:length], [length])[0]
 
     def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""
@@ -265,8 +271,10 @@ class Case:
             tokens = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
         else:
             tokens = self.has_tokens(self.paths[document]).nonzero()[:, 0]
+        length = len(tokens)
+        tokens = torch.cat([tokens, tokens[:1].expand(-length % self.multiple)])
         with self._leaves(tokens, noisy) as embedded:
-            outputs = self.outputs_alone(tokens)
+            outputs = self.outputs_alone(tokens, length)
             run = Run([outputs.detach()])
             if self.wants_gradients and not noisy:
                 self.add_gradients(run, [outputs], embedded, [document or 0], tokens)
@@ -320,9 +328,8 @@ def random_documents(
 
 
 def pack_in_one_row(documents: DocumentTokens) -> Arguments:
-    """Return model inputs for documents packed in one row, whose borders a patched model reads, as of any collator."""
-    batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
-    return batch | dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
+    """Return model inputs for documents packed in one row."""
+    return PackingCollator()([{"input_ids": tokens} for tokens in documents])
 
 
 def _find_documents(documents: Sequence[Tensor], input_ids: Tensor) -> Tensor:
@@ -358,6 +365,9 @@ class RowCase(Case):
         ends: the segment in which each document ends; by default, every segment is a document.
     """
 
+    may_be_filled = True
+    """True if the row may have tokens of no document at its end."""
+
     def __init__(
         self,
         runner: Runner,
@@ -373,12 +383,18 @@ class RowCase(Case):
         super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
-        self.lay_out(make_batch)
+        self.make_batch = make_batch
+        self.lay_out()
 
-    def lay_out(self, make_batch: MakeBatch) -> None:
-        """Make the model's inputs."""
+    def lay_out(self) -> None:
+        """Make the model's inputs, filled up to a multiple of the tokens that the model takes."""
+        self.multiple = self.runner.multiple
         segments = torch.split(self.tokens, [*self.trees.lengths])
-        batch = make_batch([each.tolist() for each in segments])
+        batch = self.make_batch([each.tolist() for each in segments])
+        if isinstance(batch.get(MAX_LENGTHS[0]), LongestSegment):
+            batch = fill_up(batch, align_tokens=self.multiple)
+            # a patched model then reads the borders, as of any collator
+            batch |= dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
         self.inputs = send_to_device(
             {name: each for name, each in batch.items() if name != "labels"}, self.runner.device
         )
@@ -397,33 +413,45 @@ class RowCase(Case):
 
     @property
     def row(self) -> Layout:
-        return Layout.of(self.trees.lengths, self.runner.device)
+        filler = -self.trees.tokens % self.multiple
+        return Layout.of([*self.trees.lengths, *[filler] * (filler > 0)], self.runner.device)
 
     def examine(self) -> None:
         """Run every document alone on the model without its patch, before the proof. In training mode, `unproven` has
         the reason if documents cannot be compared.
 
+        If outputs or gradients cannot be computed, the row and the documents are filled up to a multiple, since layers
+        in FP8 take no other numbers of tokens. If gradients cannot be computed then either, only outputs are compared.
+
         Raises:
             NotCallableError: the model cannot be called with input_ids alone.
         """
         failures: list[Exception] = []
-        for attention in (None, self.runner.other_attention):
-            try:
-                with self.undisturbed():
-                    self.known = [self._examined(attention)]
-                return
-            except Exception as error:  # custom model code may raise anything
-                failures.append(error)
-        if isinstance(failures[0], NoLanguageModelError):
-            raise failures[0]
+        filled = [(distinctive_multiple(self.model), True)] if self.may_be_filled else []
+        without_gradients = [(1, False)] if self.wants_gradients else []
+        for multiple, needs_gradients in ((self.runner.multiple, True), *filled, *without_gradients):
+            self.runner.multiple = multiple
+            if multiple != self.multiple:
+                self.lay_out()
+            for attention in (None, self.runner.other_attention):
+                try:
+                    with self.undisturbed():
+                        self.known = [self._examined(attention, needs_gradients)]
+                    return
+                except NoLanguageModelError:
+                    raise
+                except Exception as error:  # custom model code may raise anything
+                    failures.append(error)
         two_texts = "; an encoder-decoder takes two texts" if self.model.config.is_encoder_decoder else ""
         raise NotCallableError(
             f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}{two_texts}"
         ) from failures[0]
 
-    def _examined(self, attention: str | None) -> Alone:
+    def _examined(self, attention: str | None, needs_gradients: bool) -> Alone:
         """Run every document alone and, in training mode, one of them once more with another random seed."""
         found = self.alone(attention)
+        if needs_gradients and self.wants_gradients and not found.runs[0].gradients:
+            raise NotCallableError("the model's gradients cannot be computed")
         if self.training:
             self.runner.seed = 1
             with self.runner.unpatched(attention):

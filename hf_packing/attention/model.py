@@ -7,6 +7,7 @@ embedding, the place where the weights are stored, and modules that are built al
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import torch
@@ -182,17 +183,32 @@ _LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
 sizes of convolutions. The sum of a triple is a prime number, since axes of tensors seldom have prime sizes."""
 
 
+def _sizes_of(model: nn.Module) -> set[int]:
+    """Return the axis sizes and the integer settings of a model."""
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    return sizes | {value for value in vars(model.config).values() if isinstance(value, int)}
+
+
 def distinctive_lengths(model: nn.Module) -> list[int]:
     """Return three document lengths. Neither their sum nor the largest of them, if possible, is an axis size or an
     integer setting of the model."""
-    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
+    sizes = _sizes_of(model)
     found = [lengths for lengths in _LENGTHS if sum(lengths) not in sizes]
     if not found:
         raise PackingError(
             "model: expected a row length of 41, 43, 47 or 53 that is no size or setting of it, got none"
         )
     return list(min(found, key=lambda lengths: max(lengths) in sizes))
+
+
+ALIGNED = 128
+"""A number of tokens that layers in FP8, MXFP8 and NVFP4 take, which ask for a multiple of 16, 32 or 128."""
+
+
+def distinctive_multiple(model: nn.Module) -> int:
+    """Return an odd multiple of ALIGNED that is no axis size or integer setting of a model."""
+    sizes = _sizes_of(model)
+    return next(tokens for tokens in count(3 * ALIGNED, 2 * ALIGNED) if tokens not in sizes)
 
 
 def weights_location(model: nn.Module) -> str:

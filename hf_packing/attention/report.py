@@ -156,7 +156,7 @@ def check_isolation(
         return collate([dict(zip(packed, row, strict=True)) for row in zip(*packed.values(), strict=True)])
 
     case = RowCase(Runner(model), lengths=lengths, make_batch=make_batch, seed=seed)
-    route = route_of(model)
+    case.wants_gradients, route = True, route_of(model)
     try:
         if route is not None and not route.facts.takes_packed_rows:
             raise NoLanguageModelError

@@ -96,6 +96,8 @@ class Runner:
         self.device = input_device(self.model)
         self.signature = Signature(self.model if self.called is model else self.called)
         self.is_compiled = is_compiled(model)
+        self.multiple = 1
+        """The number of tokens in a call has to be a multiple of this number, as far as is known."""
         self.seed = 0
         """The random seed of every run. Runs on inputs of equal shapes then draw the same random numbers."""
         tensors = [*self.model.parameters(), *self.model.buffers()]

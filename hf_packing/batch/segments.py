@@ -51,22 +51,29 @@ class LongestSegment(DynamicInt):
         lengths: number of tokens in each segment that is not empty.
         unfilled: number of tokens in each of these segments without those that only fill it up; None without any.
         part: which part of its row the batch has, if several ranks run the row together; its segments are then pieces.
+        multiple: the number of tokens was filled up to a multiple of this number.
     """
 
     lengths: tuple[int, ...]
     unfilled: tuple[int, ...] | None
     part: RowPart | None
+    multiple: int
 
     def __new__(
-        cls, longest: int, lengths: Sequence[int], unfilled: Sequence[int] | None = None, part: RowPart | None = None
+        cls,
+        longest: int,
+        lengths: Sequence[int],
+        unfilled: Sequence[int] | None = None,
+        part: RowPart | None = None,
+        multiple: int = 1,
     ) -> "LongestSegment":
         self = super().__new__(cls, longest)
-        self.lengths, self.part = tuple(lengths), part
+        self.lengths, self.part, self.multiple = tuple(lengths), part, multiple
         self.unfilled = None if unfilled is None else tuple(unfilled)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LongestSegment, (int(self), self.lengths, self.unfilled, self.part)
+        return LongestSegment, (int(self), self.lengths, self.unfilled, self.part, self.multiple)
 
     __repr__ = int.__repr__
 
@@ -318,7 +325,8 @@ def fill_up(
     """
     tails = [-length % align_documents for length in batch[MAX_LENGTHS[0]].lengths]
     given, segments = int(batch[CU_SEQ_LENS[0]][-1]) + sum(tails), len(tails)
-    missing = -given % lcm(align_documents, align_tokens) if tokens is None else tokens - given
+    multiple = lcm(align_documents, align_tokens)
+    missing = -given % multiple if tokens is None else tokens - given
     if missing < 0:
         raise PackingError(f"tokens: expected at most {tokens} tokens in the rows of a batch, got {given} tokens")
     fillers = [missing] * bool(missing)
@@ -328,11 +336,10 @@ def fill_up(
             f"{tokens} tokens, got {needed} segments"
         )
     filled = _with_filled_tokens(batch, tails, fillers) if fillers or any(tails) else dict(batch)
-    if tokens is None or max_segments is None:
-        return filled
     borders, known = filled[CU_SEQ_LENS[0]], filled[MAX_LENGTHS[0]]
-    borders = F.pad(borders, (0, max_segments + 1 - len(borders)), value=tokens)
-    known = LongestSegment(tokens, known.lengths, known.unfilled)
+    if max_segments is not None:
+        borders = F.pad(borders, (0, max_segments + 1 - len(borders)), value=tokens)
+    known = LongestSegment(tokens or int(known), known.lengths, known.unfilled, multiple=multiple)
     return {**filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 

@@ -6,7 +6,7 @@ cross-entropy, wherever the model computes one of its logits.
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_packing.attention import (
+    ALIGNED,
     NoLanguageModelError,
     has_local_weights,
     in_mode,
@@ -146,10 +147,9 @@ def own_loss_of(model: nn.Module) -> OwnLoss | None:
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in _KNOWN or _KNOWN[inner][0] is not function:
-        try:
-            _KNOWN[inner] = function, _ask(inner if has_local_weights(model) else small_copy_of(inner))
-        except Exception:  # a model may raise anything
-            _KNOWN[inner] = function, None
+        _KNOWN[inner] = function, None
+        with suppress(Exception):  # a model may raise anything
+            _KNOWN[inner] = function, _ask(model)
     return _KNOWN[inner][1]
 
 
@@ -169,11 +169,16 @@ def predicts_next(model: nn.Module) -> bool:
         return True
     if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
         return False
+    failure = None
+    try:
+        _ask(model)  # an error that is kept would keep the model, too
+    except Exception as error:  # as above
+        failure = error
     raise PackingError(
         f"model: expected a causal or a masked language model that returns a loss of its logits, got "
         f"{type(inner).__name__}; {NoLanguageModelError.SUPPORTED}. To train a token classifier, use patch_model and a "
         "Trainer with PackingCollator(keep_first_labels=True)"
-    )
+    ) from failure
 
 
 def check_predicts_next(model: nn.Module) -> None:
@@ -207,10 +212,20 @@ _MUCH = 1e-3
 """If doubling num_items_in_batch changes a loss by more than this share, the loss counts as divided by that number."""
 
 
-def _ask(model: PreTrainedModel) -> OwnLoss | None:
-    """Run a model on a short document with one label. The gradient shows which token's logits the loss depends on."""
+def _ask(model: nn.Module) -> OwnLoss | None:
+    """Find out how a model computes its loss, or a small copy if its weights are not in memory."""
+    inner = inner_model(model)
+    asked = inner if has_local_weights(model) else small_copy_of(inner)
+    try:
+        return _ask_about(asked, _PROBED_TOKENS)
+    except Exception:  # layers in FP8 take no such number of tokens
+        return _ask_about(asked, ALIGNED)
+
+
+def _ask_about(model: PreTrainedModel, tokens: int) -> OwnLoss | None:
+    """Run a model on a document with one label. The gradient shows which token's logits the loss depends on."""
     device = input_device(model)
-    documents, _ = random_documents(model, [_PROBED_TOKENS], seed=0)
+    documents, _ = random_documents(model, [tokens], seed=0)
     batch = send_to_device(PackingCollator(keep_first_labels=True)([{INPUT_IDS: documents[0]}]), device)
     labels = torch.full_like(batch[LABELS], IGNORED_LABEL)
     labels[0, _LABELED] = 1  # small, since labels out of range would put a CUDA device into an error state for good

@@ -4,15 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from aligned_layers import with_aligned_layers
 from forms import check_gradients
+from leaky_models import Behind, MixesGradients
 from patched_models import patched, patched_tiny
-from tiers import fast_only
+from tiers import fast_only, slow
 from tiny_models import build
 from training_by_hand import DOCUMENTS
 
 import hf_packing as hfp
-from hf_packing.attention import prove_on_batch
+from hf_packing.attention import prove_on_batch, sees_labels
 from hf_packing.errors import PackingError
+from tools.tiny_model import tiny_model
 
 TOKENS = sum(map(len, DOCUMENTS))
 ROWS = [{"input_ids": tokens} for tokens in DOCUMENTS]
@@ -125,3 +128,62 @@ def test_the_proof_on_a_batch(name):
         proof = prove_on_batch(model, hfp.PackingCollator(**filled)(ROWS))
         assert proof.problem == ""
         assert (proof.tokens, proof.documents) == (TOKENS, len(ROWS))
+
+
+TAKE_MULTIPLES = {
+    "causal": lambda: build("Llama", torch.float64),
+    "experts": lambda: tiny_model("qwen3_moe", "causal", torch.float64, experts_implementation="eager"),
+    "masked": lambda: tiny_model("bert", "masked", torch.float64, max_position_embeddings=512),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "multiple", "in_forward"),
+    [("causal", 16, True), ("experts", 128, False), slow("masked", 32, True), slow("masked", 16, False)],
+)
+def test_layers_that_take_only_multiples_are_proven_as_others(name, multiple, in_forward):
+    make = TAKE_MULTIPLES[name]
+    model = hfp.patch_model(with_aligned_layers(make(), multiple, in_forward))
+    report = hfp.check_isolation(model)
+    assert (report.isolated, report.modes, report.unproven) == (True, ("evaluation", "training"), "")
+    assert report.route.unproven == ""
+    assert report.max_gradient_leak < 1e-12
+    assert sees_labels(model) == (name == "masked")
+    for aligned in ("align_tokens", "align_documents")[: 1 if name == "masked" else 2]:
+        batch = hfp.PackingCollator(**{aligned: multiple})(ROWS)
+        proof = prove_on_batch(model, batch)
+        assert (proof.problem, proof.gradients) == ("", True)
+        assert proof == prove_on_batch(hfp.patch_model(make()), batch)
+    with pytest.raises((RuntimeError, PackingError), match=f"expected a multiple of {multiple} tokens"):
+        model(**hfp.PackingCollator()(ROWS)).loss.backward()
+
+
+def counted(hidden):
+    return hidden + torch.arange(hidden.shape[1])[:, None] / 100
+
+
+def test_what_such_layers_do_not_hide():
+    """An embedding by the place in the row changes no document if another one is replaced."""
+    for leak, message in ((counted, "document's logits differ"), (MixesGradients(), "gradients of one document reach")):
+        model = with_aligned_layers(build("Llama", torch.float64))
+        model.model.layers[1].mlp = Behind(model.model.layers[1].mlp, leak)
+        with pytest.raises(hfp.ModelNotSupportedError, match=message):
+            hfp.patch_model(model)
+    model = with_aligned_layers(patched("Llama", torch.float64))
+    model.model.layers[1].mlp = Behind(model.model.layers[1].mlp, counted)
+    problem = prove_on_batch(model, hfp.PackingCollator(align_tokens=16)(ROWS)).problem
+    assert problem.endswith("and the document alone; the difference begins in Behind (model.layers.1.mlp)")
+
+
+@pytest.mark.slow
+def test_modules_by_segment_with_such_layers():
+    """They are found before the layers are put in, and then take documents that are filled up."""
+    with pytest.raises(
+        hfp.ModelNotSupportedError, match=r"AlignedLinear .*mixer\.in_proj\) cannot run on a single seg"
+    ):
+        hfp.patch_model(with_aligned_layers(tiny_model("mamba", "causal", num_hidden_layers=1)))
+    model = with_aligned_layers(patched_tiny("mamba", "causal", num_hidden_layers=1))
+    proof = prove_on_batch(model, hfp.PackingCollator(align_documents=16)(ROWS))
+    assert (proof.problem, proof.gradients) == ("", True)
+    with pytest.raises(RuntimeError, match="expected a multiple of 16 tokens"):
+        model(**hfp.PackingCollator(align_tokens=16)(ROWS))

@@ -203,7 +203,7 @@ REFUSED = {
     "no kernel": (tiny("mra", "masked", num_hidden_layers=1), f"MraForMaskedLM: .* {UNTESTED}"),
     "no effect": (with_weights("self_attn.o_proj.weight", 1e-12), UNTESTED),
     "nan": (with_weights("mlp.down_proj.weight", float("nan")), "LlamaForCausalLM returns no finite logits"),
-    "a mask that it needs": (that_needs_a_mask, f"{ALONE}'attention_mask'"),
+    "a mask that it needs": (that_needs_a_mask, "called on a packed row: 'attention_mask'"),
     "two texts": (lambda: head("T5ForConditionalGeneration"), f"{ALONE}.* takes two texts"),
     "few positions": (lambda: build("GPT2", n_positions=12), f"{ALONE}index out of range"),
     "tuples": (with_tuples, "return_dict: expected True in the configuration of LlamaForCausalLM"),

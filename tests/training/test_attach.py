@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
+from aligned_layers import with_aligned_layers
 from documents_to_mask import hidden
 from patched_models import patched, patched_once, patched_tiny
 from tiers import fast_only, slow
@@ -423,10 +424,12 @@ ALIGNED = {"align_documents": 8, "align_tokens": 24}
     ("kind", "loss"), [(Trainer, "token"), (SFTTrainer, "sequence"), (None, "token"), slow(None, "sequence")]
 )
 def test_aligned_batches_train_and_evaluate_as_others(tmp_path, kind, loss):
-    """All documents are in one optimizer step of four micro-batches, whose rows differ."""
+    """All documents are in one optimizer step of four micro-batches, whose rows differ. Layers take multiples only."""
     found, loops = [], []
     for aligned in ({}, ALIGNED):
-        budget, model = hfp.TokenBudget(360, **aligned), patched(dtype=torch.float64)
+        budget = hfp.TokenBudget(360, **aligned)
+        model = with_aligned_layers(build("Llama", torch.float64), 8) if aligned else patched(dtype=torch.float64)
+        hfp.patch_model(model)
         if kind is None:
             batches = list(loader_of(None, budget, 4, loss=loss, model=model))
             sum(hfp.compute_loss(model, batch) for batch in batches).backward()
@@ -484,6 +487,7 @@ def test_routers_learn_nothing_from_filled_tokens(tmp_path):
             "Mixtral", torch.float64, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5
         )
         aligned = shapes if shapes is ALIGNED else {}
+        with_aligned_layers(model, 8 if aligned else 1)
         seen = Gradients()
         trainer = trainer_of(tmp_path, model=model, max_steps=1, max_grad_norm=0.0, callbacks=[seen])
         hfp.attach(trainer, hfp.TokenBudget(2040, **aligned), prove="model", **({} if aligned else shapes))

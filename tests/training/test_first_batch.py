@@ -10,6 +10,7 @@ import accelerate
 import datasets
 import pytest
 import torch
+from aligned_layers import with_aligned_layers
 from leaky_models import LEAKS, leaky
 from model_inputs import documents as random_documents
 from patched_models import patched
@@ -163,6 +164,18 @@ def test_modules_that_a_small_copy_lacks_are_refused_unless_they_are_searched(tm
             continue
         with pytest.raises(hfp.ModelNotSupportedError, match="packed documents are not isolated.*mlp"):
             trainer.train()
+
+
+def test_a_large_model_with_layers_that_take_only_multiples(tmp_path, monkeypatch):
+    """The copy has no such layers; the batch says which multiples there are."""
+    monkeypatch.setattr(patch, "_FEW_PARAMETERS", 0)
+    found = []
+    for multiple in (1, 32):
+        model = with_aligned_layers(build("Llama", torch.float64, **LONG), multiple)
+        trainer = attached(tmp_path, hfp.TokenBudget(900, align_tokens=32), model=model, data=documents())
+        found.append((logged(trainer), str(trainer.attached.first_batch_proof)))
+    assert found[0] == found[1]
+    assert "alone they are the same (2 compared)" in found[1][1]
 
 
 def test_a_model_without_a_small_copy_is_patched_itself(tmp_path, monkeypatch):

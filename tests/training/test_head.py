@@ -5,10 +5,12 @@ FSDP, on two processes with different documents.
 """
 
 import copy
+import gc
 import json
 import logging
 import pickle
 import warnings
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -448,6 +450,21 @@ def test_compiled_models(how, caplog):
     else:
         check_whole(model, "the output layer is compiled", caplog, compiled)
     torch._dynamo.reset()
+
+
+def without_loss():
+    model = patched()
+    model.loss_function = lambda *_, **__: {}["no loss"]
+    with pytest.raises(hfp.PackingError, match="expected a causal or a masked language model") as found:
+        predicts_next(model)
+    assert str(found.value.__cause__) == "'no loss'"
+    return weakref.ref(model)
+
+
+def test_why_the_loss_of_a_model_is_not_known_is_said_and_not_kept():
+    model = without_loss()
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
