@@ -183,7 +183,8 @@ def test_make_targets_and_files_that_pages_name_exist():
             assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"
     tops = (PACKAGE, ROOT / "tests", ROOT / "tools", DOCS)
     files = [f"/{path.as_posix()}" for top in tops for path in top.rglob("*.py")]
-    for name in re.findall(r"`([a-z_/]+\.py)`", (DOCS / "ARCHITECTURE.md").read_text()):
+    text = "".join(page.read_text() for page in (DOCS / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"))
+    for name in re.findall(r"`([a-z_/]+\.py)`", text):
         assert any(path.endswith(f"/{name}") for path in files), name
 
 
