@@ -65,10 +65,11 @@ def main(flags: Sequence[str] | None = None) -> Trainer:
         budget = hfp.TokenBudget(given.max_tokens * ranks, overflow="split")
         other = attached(given, alone, documents, tokenizer, budget)
         other.train()
+        held_out_alone = other.evaluate()["eval_loss"]
         say(f"step   loss with documents on up to {ranks} processes   on one")
         for step, loss in losses_of(other).items():
             say(f"{step:4}   {losses[step]:.6f} {loss:37.6f}")
-        say(f"held out {held_out:.6f} {other.evaluate()['eval_loss']:36.6f}")
+        say(f"held out {held_out:.6f} {held_out_alone:36.6f}")
     return trainer
 
 

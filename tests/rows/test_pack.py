@@ -42,6 +42,7 @@ def test_columns_types_values_and_format_and_what_is_left_of_documents():
 
 
 def test_progress_says_how_many_documents_are_cut(capfd):
+    datasets.enable_progress_bars()  # another test may have disabled them
     for longest, said in ((4, "Packing 5 documents, 1 of them cut"), (8, "Packing 5 documents:")):
         hfp.pack(documents(), hfp.BestFit(longest), load_from_cache_file=False)
         assert said in capfd.readouterr().err
