@@ -244,7 +244,7 @@ def packed_varlen_mask(
     if use_vmap or unknown:  # transformers sets use_vmap for functions of the caller
         raise PackingError(
             "attention_mask: expected a mask that is causal or bidirectional, with or without the window or the chunks "
-            f"of the configuration, but packed_varlen got a function of its own, {unknown or mask_function.__qualname__}"
+            f"of the configuration, but the model adds a function of its own, {unknown or mask_function.__qualname__}"
         )
     padding: Tensor | None = masking_utils.flash_attention_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask

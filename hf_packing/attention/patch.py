@@ -538,13 +538,13 @@ def find_on_small_copy(model: PreTrainedModel) -> Route:
 
 
 def find_for_long_documents(model: PreTrainedModel) -> None:
-    """Keep the route of a patched model only if it also works for long documents; otherwise, replace it by one that does.
+    """Keep the route of a patched model if it also works for long documents, or replace it by one that does.
 
     Some modules work differently on documents that are longer than a threshold. For example, a module that selects the
     best 2048 tokens selects all tokens of a shorter document, and a window of 4096 tokens hides none of them. The
-    documents that a route is tested with are shorter than such thresholds, so this function looks for a route on a small
-    copy of the model, in which the thresholds are small. If it is another route, it is then proven on the model itself.
-    If no copy can be built, the model keeps its route, with a warning.
+    documents that a route is tested with are shorter than such thresholds, so this function looks for a route on a
+    small copy of the model, in which the thresholds are small. If it is another route, it is then proven on the model
+    itself. If no copy can be built, the model keeps its route, with a warning.
 
     Raises:
         ModelNotSupportedError: no route is proven on the copy, or the route of the copy is not proven on the model,
