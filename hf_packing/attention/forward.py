@@ -338,13 +338,17 @@ class PatchedForward(ReplacedForward):
         are_documents = not takes_packed_rows or (patch.sees_media and bool(media_of(inputs)))
         rows = read_padded_rows(inputs, are_documents)
         if rows is None:
-            layout, rows = self._read_layout(inputs), packed_rows(inputs)
+            layout = self._read_layout(inputs)
         elif not are_documents and not rows.has_padding and patch.facts.unpadding is None:
             layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
         check_loader(len(layout.lengths))
-        if rows is not None and layout.is_unpadded:
+        if not training and (rows is None or not rows.has_padding) and begins_text(self.model, inputs):
+            return inputs, None, None
+        if rows is None:
+            rows = packed_rows(inputs)
+        elif layout.is_unpadded:
             self._check_rows(rows, inputs)
         if training and patch.facts.sees_labels and not patch.knows_labels:
             given = inputs.get("input_ids"), inputs.get("labels")
@@ -476,6 +480,15 @@ def needs_cache(inputs: Inputs, training: bool) -> bool:
     if "position_ids" in given and "attention_mask" not in given:
         return any(map(_may_have_tokens, caches))
     return bool(caches or (given.get("use_cache") and not training))
+
+
+def begins_text(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Return whether a call without padding, in evaluation mode, may be the first one of a loop that generates text:
+    whether the model returns a cache by its configuration, and the call has no borders between packed documents."""
+    given = {name for name, value in inputs.items() if value is not None}
+    has_borders = not given.isdisjoint((*BORDER_ARGUMENTS, PARENTS, "position_ids"))
+    returns_cache = getattr(model.config.get_text_config(), "use_cache", False) and "use_cache" not in given
+    return bool(returns_cache and not has_borders)
 
 
 def _may_have_tokens(cache: Any) -> bool:

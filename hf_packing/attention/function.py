@@ -5,13 +5,13 @@ The function computes attention within the documents of a row, on a kernel where
 the row replaces the mask, so the mask function returns None, or describes a window or chunks.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import choose
@@ -193,10 +193,46 @@ def _one_row(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
+_PLAIN = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+"""The mask functions of transformers that hide nothing but what borders and `is_causal` hide."""
+
+_LOCAL = (
+    *_PLAIN,
+    masking_utils.sliding_window_overlay(1),
+    masking_utils.sliding_window_bidirectional_overlay(1),
+    masking_utils.chunked_overlay(1, torch.zeros(1)),
+)
+"""The mask functions of which those with a window or chunks are made, with `and_masks`."""
+
+_AND = masking_utils.and_masks()
+_PLAIN_CODE, _LOCAL_CODE = ({each.__code__ for each in known} for known in (_PLAIN, _LOCAL))
+
+
+def _unknown_mask(function: Any, is_local: bool) -> str:
+    """Return the name of a mask function that borders, a window and chunks cannot replace; an empty string if there is
+    none in `function`."""
+    if torch.compiler.is_compiling():  # which cannot look into functions, and adds borders of its own
+        inner, known = [function], _PLAIN_CODE | {_AND.__code__}
+    elif is_local and function.__code__ is _AND.__code__:
+        inner, known = inspect.getclosurevars(function).nonlocals["mask_functions"], _LOCAL_CODE
+    else:
+        inner, known = [function], _PLAIN_CODE
+    return next((each.__qualname__ for each in inner if each.__code__ not in known), "")
+
+
 def packed_varlen_mask(
-    *args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **others: Any,
 ) -> Tensor | LocalMask | None:
-    """Return the attention mask that transformers passes to `packed_varlen`.
+    """Return the attention mask that transformers passes to `packed_varlen`, with the signature of its mask functions.
 
     The mask is None if the batch has no padding, since the borders of segments then replace the mask, or a `LocalMask`
     if it has a window or chunks. If the batch has padding, the mask is a tensor, for which `packed_varlen` raises an
@@ -205,12 +241,18 @@ def packed_varlen_mask(
     Raises:
         PackingError: the model adds mask functions of its own, which the borders of segments cannot replace.
     """
-    if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
-        raise PackingError("attention_mask: packed_varlen does not support a mask made of custom functions")
-    padding: Tensor | None = flash_attention_mask(*args, **kwargs)
+    unknown = _unknown_mask(mask_function, local_size is not None)
+    if use_vmap or unknown:  # transformers sets use_vmap for functions of the caller
+        raise PackingError(
+            "attention_mask: expected a mask that is causal or bidirectional, with or without the window or the chunks "
+            f"of the configuration, but the model adds a function of its own, {unknown or mask_function.__qualname__}"
+        )
+    padding: Tensor | None = masking_utils.flash_attention_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
+    )
     if padding is not None or local_size is None:
         return padding
-    window, chunk = (getattr(kwargs["config"], name, None) for name in ("sliding_window", "attention_chunk_size"))
+    window, chunk = (getattr(others["config"], name, None) for name in ("sliding_window", "attention_chunk_size"))
     if (local_size == window) is (local_size == chunk):
         raise PackingError(
             f"attention_mask: expected a window of {window} tokens or chunks of {chunk}, as in the configuration, but "
@@ -218,7 +260,7 @@ def packed_varlen_mask(
         )
     if local_size == chunk:
         return LocalMask(chunk=local_size)
-    is_bidirectional = "allow_is_bidirectional_skip" in kwargs  # transformers then counts the tokens on each side
+    is_bidirectional = "allow_is_bidirectional_skip" in others  # transformers then counts the tokens on each side
     return LocalMask(window=local_size + is_bidirectional)
 
 

@@ -176,7 +176,7 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
     with random_where_zero(inner):
         is_known = route_key(inner) in known_routes
         find_and_prove(inner)
-        if not is_known and getattr(inner, PATCH).route.by_segment and has_thresholds(inner.config):
+        if not is_known and has_thresholds(inner.config):
             find_for_long_documents(inner)
 
 
@@ -539,22 +539,29 @@ def find_on_small_copy(model: PreTrainedModel) -> Route:
 
 
 def find_for_long_documents(model: PreTrainedModel) -> None:
-    """Replace the route of a patched model by a route that also works for long documents.
+    """Keep the route of a patched model if it also works for long documents, or replace it by one that does.
 
     Some modules work differently on documents that are longer than a threshold. For example, a module that selects the
-    best 2048 tokens selects all tokens of a shorter document. The documents that a route is tested with are shorter
-    than such thresholds, so this function looks for a route on a small copy of the model, in which the thresholds are
-    small. The new route is then proven on the model itself. If no copy can be built, the model keeps its route, with a
-    warning.
+    best 2048 tokens selects all tokens of a shorter document, and a window of 4096 tokens hides none of them. The
+    documents that a route is tested with are shorter than such thresholds, so this function looks for a route on a
+    small copy of the model, in which the thresholds are small. If it is another route, it is then proven on the model
+    itself. If no copy can be built, the model keeps its route, with a warning.
 
     Raises:
         ModelNotSupportedError: no route is proven on the copy, or the route of the copy is not proven on the model,
             which is left unpatched.
     """
-    short = remove(model)
-    known_routes.pop(route_key(model))  # which is the short one
+    short, key = remove(model), route_key(model)
+    known = known_routes.pop(key, None)  # which is the short one; a model that takes no packed rows has none
     try:
-        find_and_prove(model, only=find_on_small_copy(model))
+        long = find_on_small_copy(model)
     except _NoCopyError as error:
         install(model, short)
-        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=3)
+        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=4)
+        return
+    if (long.method, long.by_segment, long.facts.unpadding) == (short.method, short.by_segment, short.facts.unpadding):
+        install(model, short)
+        if known is not None:
+            known_routes[key] = known
+    else:
+        find_and_prove(model, only=long)

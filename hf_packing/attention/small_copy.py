@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.runs import STOCK_ATTENTIONS
 from hf_packing.attention.snapshot import WeightSnapshot
 
 VOCABULARY = 128
@@ -25,6 +24,7 @@ THRESHOLDS = {
     "sliding_window_size": 8,
     "window_size": 8,
     "index_topk": 8,
+    "local_attention": 16,
     "block_size": 2,
 }
 """Small values for thresholds, such as windows: settings that affect only documents with more tokens than the setting's
@@ -56,7 +56,7 @@ SIZES = {
             "ssm_state_size linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim swa_head_dim "
             "o_lora_rank kv_channels query_pre_attn_scalar dim_head attention_head_size d_head "
             "pronunciation_embed_dim shape_embed_dim attention_head_dim router_hidden_size ple_embed_dim "
-            "embedding_rank local_attention"
+            "embedding_rank"
         ),
         8: (
             "qk_rope_head_dim qk_nope_head_dim mamba_n_heads mamba_num_heads rotary_dim adapter_rank laurel_rank "
@@ -109,6 +109,9 @@ layer."""
 _EXPERTS = "eager"
 """The copy's `experts_implementation`. Other implementations use grouped kernels, which do not support float64."""
 
+_OF_CUDA = ("flash", "flex")
+"""Words in the names of attention functions that a copy, which is on the CPU, does not run."""
+
 _KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
 """Words in the names of parameters. A parameter whose name contains one of these words keeps its initial values, since
 the parameter's module relies on them."""
@@ -130,7 +133,7 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
         copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
     randomize(copy)
     own = model.config._attn_implementation
-    if own not in STOCK_ATTENTIONS and "flash" not in own:
+    if own != copy.config._attn_implementation and not any(kind in str(own) for kind in _OF_CUDA):
         copy.set_attn_implementation(own)
     return copy
 

@@ -9,8 +9,16 @@ from forms import check, packed
 from tiny_models import SIZES, build
 from torch import nn
 from training_by_hand import batch_of
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.mistral.modeling_mistral import MistralAttention
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
@@ -119,6 +127,37 @@ def test_a_loss_of_all_tokens_made_inside_what_runs_by_segment(make, reason):
     """That of the last segment would stand for all."""
     with pytest.raises(hfp.ModelNotSupportedError, match=reason):
         hfp.patch_model(own(make))
+
+
+class InclusiveWindow(MistralAttention):
+    """A window with one more token than the kernels get that the configuration asks for."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask, **others):
+        if isinstance(attention_mask, torch.Tensor):
+            places = torch.arange(hidden_states.shape[1])
+            distance = places[:, None] - places
+            hidden = (distance < 0) | (distance > self.config.sliding_window)
+            attention_mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))[None, None]
+        return super().forward(hidden_states, position_embeddings, attention_mask, **others)
+
+
+class WithInclusiveWindow(MistralForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.__class__ = InclusiveWindow
+
+
+def test_a_window_that_only_long_documents_feel():
+    """It is tested in a small copy of the model, in which the window is short."""
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, sliding_window=32, attn_implementation="eager")
+    model = WithInclusiveWindow(config)
+    stock = copy.deepcopy(model)
+    hfp.patch_model(model)
+    assert route_of(model).modules == {"InclusiveWindow": 2}
+    assert "a document's logits differ" in route_of(model).tried[0]
+    check(stock, model, packed(DOCUMENTS), close=1e-5)
 
 
 class ScaledWhenLong(nn.Module):

@@ -15,7 +15,7 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention.layout import CACHES
+from hf_packing.attention.layout import CACHES, current_layout
 from hf_packing.attention.route import route_of
 from tools.tiny_model import tiny_model
 
@@ -109,6 +109,33 @@ def test_generated_tokens_are_those_of_the_stock_model(name):
     next_one = stock(more, attention_mask=mask, **{name: one[name]}).logits
     assert torch.equal(next_one, model(more, attention_mask=mask, **{name: other[name]}).logits)
     assert not set(CACHES) & set(model.train()(**batch))
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("name", fast_only(["llama", "mamba", "jamba"], "llama"))
+def test_a_loop_of_ones_own_generates_what_generate_does(name, with_mask):
+    """It passes no use_cache, and on the cache that it got. A model whose configuration has none stays patched."""
+    model = patched_copy(name, "causal")
+    model.config.use_cache = True
+    ids = torch.tensor([[5, 6, 7], [9, 8, 11]])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4)
+    text, cache, new = ids, {}, ids
+    for _ in range(4):
+        mask = {"attention_mask": torch.ones_like(text)} if with_mask else {}
+        output = model(new, **mask, **cache)
+        (argument,) = set(CACHES) & set(output)
+        new, cache = output.logits[:, -1:].argmax(-1), {argument: output[argument]}
+        text = torch.cat([text, new], 1)
+    assert torch.equal(text, expected)
+    packed_row = hfp.PackingCollator()([{"input_ids": row} for row in ids.tolist()])
+    assert not set(CACHES) & set(model(**packed_row))
+    padded_rows, _ = padded(documents(), "left", extra=0)
+    assert not set(CACHES) & set(model(**padded_rows))
+    layouts = []
+    model.base_model.layers[0].register_forward_pre_hook(lambda *_: layouts.append(current_layout.get()))
+    model.config.use_cache = False
+    model(ids)
+    assert [[*each.lengths] for each in layouts] == [[3, 3]]
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # the names before 5.24

@@ -4,12 +4,14 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import (
+    and_masks,
     causal_mask_function,
     create_bidirectional_sliding_window_mask,
     create_causal_mask,
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
     or_masks,
+    sliding_window_causal_mask_function,
 )
 
 import hf_packing as hfp
@@ -86,14 +88,24 @@ def test_what_exact_attention_and_kernels_are_given(mask, more, options):
     assert kernel_of(layer) == "a kernel"
 
 
+def own_mask(_, __, query, key):
+    return key >= query - 4
+
+
 LOCAL = PreTrainedConfig(sliding_window=3, attention_chunk_size=3)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"mask_function": or_masks(causal_mask_function, causal_mask_function)}, "a mask made of custom functions"),
-        ({"use_vmap": True}, "a mask made of custom functions"),
+        ({"mask_function": or_masks(causal_mask_function, causal_mask_function)}, "of its own, or_masks"),
+        ({"mask_function": own_mask}, "a function of its own, own_mask"),
+        *(
+            ({"mask_function": and_masks(*both), "config": LOCAL, "local_size": 4}, "a function of its own, own_mask")
+            for both in ((own_mask, causal_mask_function), (causal_mask_function, own_mask))
+        ),
+        ({"mask_function": sliding_window_causal_mask_function(4)}, "of its own, and_masks"),
+        ({"use_vmap": True}, "a function of its own, causal_mask_function"),
         *(({"config": LOCAL, "local_size": size}, f"got a local mask of {size} tokens") for size in (3, 5)),
     ],
 )
