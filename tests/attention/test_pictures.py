@@ -10,6 +10,7 @@ from forms import check_gradients, gradients_of
 from tiers import fast_only
 
 import hf_packing as hfp
+from hf_packing.attention.function import NAME
 from hf_packing.attention.route import route_of
 from tools.survey.picture_inputs import batch_of, make_documents
 from tools.survey.picture_models import picture_model
@@ -130,7 +131,7 @@ def test_a_tower_alone():
         found, expected = (getattr(each, call)(pixel_values=pixels) for each in (one, other))
         assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
     attention = {each: each.config.text_config._attn_implementation for each in (stock, model)}
-    assert attention == {stock: "sdpa", model: "packed_varlen"}
+    assert attention == {stock: "sdpa", model: NAME}
     assert model.config.vision_config._attn_implementation == "sdpa"
     model.config.vision_config._attn_implementation = "eager"  # towers are the user's
     model(**batch)
