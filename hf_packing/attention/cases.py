@@ -392,7 +392,8 @@ class RowCase(Case):
         segments = torch.split(self.tokens, [*self.trees.lengths])
         batch = self.make_batch([each.tolist() for each in segments])
         if isinstance(batch.get(MAX_LENGTHS[0]), LongestSegment):
-            batch = fill_up(batch, align_tokens=self.multiple)
+            columns = {name: each for name, each in batch.items() if isinstance(each, Tensor | LongestSegment)}
+            batch = {**batch, **fill_up(columns, align_tokens=self.multiple)}
             # a patched model then reads the borders, as of any collator
             batch |= dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
         self.inputs = send_to_device(

@@ -144,7 +144,7 @@ TAKE_MULTIPLES = {
 def test_layers_that_take_only_multiples_are_proven_as_others(name, multiple, in_forward):
     make = TAKE_MULTIPLES[name]
     model = hfp.patch_model(with_aligned_layers(make(), multiple, in_forward))
-    report = hfp.check_isolation(model)
+    report = hfp.check_isolation(model, collator=lambda rows: {**hfp.PackingCollator()(rows), "use_cache": False})
     assert (report.isolated, report.modes, report.unproven) == (True, ("evaluation", "training"), "")
     assert report.route.unproven == ""
     assert report.max_gradient_leak < 1e-12
