@@ -151,7 +151,8 @@ def test_padded_batches(kind):
         for row, length in zip(mask, lengths, strict=True):
             begin = data.draw(st.integers(0, longest - length))
             row[begin : begin + length] = 1
-        inputs = {"input_ids": torch.arange(mask.numel()).view(mask.shape) % 90 + 3, "attention_mask": mask}
+        ids = torch.arange(mask.numel()).view(mask.shape) % 90 + 3
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}  # is no loop that generates text
         if POSITIONS[kind]:
             first, elsewhere = POSITIONS[kind]
             inputs["position_ids"] = torch.where(mask == 1, mask.cumsum(1) - 1 + first, elsewhere)
