@@ -17,8 +17,9 @@ demo: $(INSTALLED_FOR_DEMO)
 	$(VENV)/bin/python -u recipes/quickstart.py
 	@echo "To run these commands, activate the virtual environment: source $(VENV)/bin/activate"
 
-# Python keeps what it has compiled, also where the machine says otherwise: tests start many processes.
-test test-all: export PYTHONDONTWRITEBYTECODE =
+# Python keeps what it has compiled, also where the machine says otherwise: tests start many processes. The environment
+# for the tests is installed uncompiled, since most of it is never imported.
+export PYTHONDONTWRITEBYTECODE =
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
@@ -34,7 +35,7 @@ test-oldest test-newest: test-%:
 	if [ $* = oldest ]; then grep -oE '"[a-z0-9-]+(\[[a-z0-9,]+\])?>=[0-9.]+"' pyproject.toml | grep -v '"torch>=' \
 	    | sed -E 's/"([a-z0-9-]+).*>=(.*)"/\1==\2/' >> .venv-$*/constraints.txt; fi
 	.venv-$*/bin/python -m pip wheel --no-deps --wheel-dir .venv-$*/wheel .
-	.venv-$*/bin/python -m pip install --constraint .venv-$*/constraints.txt "$$(echo .venv-$*/wheel/*.whl)[dev]"
+	.venv-$*/bin/python -m pip install --no-compile --constraint .venv-$*/constraints.txt "$$(echo .venv-$*/wheel/*.whl)[dev]"
 	mkdir .venv-$*/checkout
 	git ls-files -z ':!hf_packing' | tar --null -T - -cf - | tar -xf - -C .venv-$*/checkout
 	cd .venv-$*/checkout && ../bin/python -c "import hf_packing; print(hf_packing.__file__)" | grep site-packages
@@ -68,5 +69,5 @@ $(INSTALLED_FOR_DEMO): pyproject.toml constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@ $(INSTALLED_FOR_DEMO)
