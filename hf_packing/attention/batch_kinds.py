@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from hf_packing.attention.by_segment import find_last_of_tokens
 from hf_packing.attention.cases import Alone, DocumentTokens, RowCase, examine_in_training
 from hf_packing.attention.forward import Patch, backbones_of, install_unpadding
-from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import CACHES
 from hf_packing.attention.model import (
     Arguments,
@@ -32,7 +31,7 @@ from hf_packing.attention.model import (
     without_ddp,
 )
 from hf_packing.attention.padded import SIDES, Side, Unpadding
-from hf_packing.attention.proof import Proof, require
+from hf_packing.attention.proof import Proof, proof_on_ranks, require
 from hf_packing.attention.route import PATCH
 from hf_packing.attention.runs import NotCallableError, Runner, logits_of
 from hf_packing.attention.split_row import block_of
@@ -252,19 +251,8 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
     finally:
         if problems:
             facts.ranks_per_row = 1
-    return Proof(
-        problem=problems[0] if problems else "",
-        max_leak=float(leak.max()) if leak.numel() else 0.0,
-        max_gradient_leak=math.nan,
-        mode="training",
-        where=f"{len(lengths)} random documents of {sum(lengths)} tokens in all, which were compared with one rank",
-        tokens=sum(lengths),
-        documents=len(lengths),
-        alone=(),
-        longest=max(lengths),
-        gradients=False,
-        kernel=kernel_of(runner.model),
-    )
+    where = f"{len(lengths)} random documents of {sum(lengths)} tokens in all, which were compared with one rank"
+    return proof_on_ranks(problems[0] if problems else "", leak, "training", where, lengths, runner.model)
 
 
 TREES = TreeSegments((13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10), (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1))

@@ -3,7 +3,6 @@
 If the proof fails, other runs find the module in which the difference begins.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
-from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import read_layout, roots
 from hf_packing.attention.model import embedding_of, without_ddp
-from hf_packing.attention.proof import Proof, on_any_rank, prove
+from hf_packing.attention.proof import Proof, on_any_rank, proof_on_ranks, prove
 from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH, Tolerance, apart, differences, has_experts, spread
@@ -133,22 +131,10 @@ def prove_on_part(model: nn.Module, batch: Mapping[str, Any], training: bool = T
     leak = differences(after, before)[~is_replaced]
     is_leak = leak.any() and not (experts and Tolerance(runner.dtype, True, noise, BATCH).explains(leak / unit))
     mode, dtype = "training" if training else "evaluation", str(runner.dtype).removeprefix("torch.")
-    return Proof(
-        problem="replacing documents changed the outputs of other documents on several ranks" if is_leak else "",
-        max_leak=float(leak.max()) if leak.numel() else 0.0,
-        max_gradient_leak=math.nan,
-        mode=mode,
-        where=(
-            f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {sum(lengths):,} in all, in {mode} mode and "
-            f"{dtype}"
-        ),
-        tokens=sum(lengths),
-        documents=len(lengths),
-        alone=(),
-        longest=max(lengths),
-        gradients=False,
-        kernel=kernel_of(runner.model),
-    )
+    problem = "replacing documents changed the outputs of other documents on several ranks" if is_leak else ""
+    sizes = f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {sum(lengths):,} in all"
+    where = f"{sizes}, in {mode} mode and {dtype}"
+    return proof_on_ranks(problem, leak, mode, where, lengths, runner.model)
 
 
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
