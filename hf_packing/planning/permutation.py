@@ -105,6 +105,11 @@ def random_order(size: int, seed: int, purpose: str) -> IntArray:
     return shuffle_indices(np.arange(size), size, seed, purpose)
 
 
+def order_of_packs(packs: int, seed: int | None) -> IntArray:
+    """Return the old indices of packs in their new order, int64 [packs], as `shuffle_packs` does; None for the old."""
+    return np.arange(packs) if seed is None else random_order(packs, seed, "order of packs")
+
+
 def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray, IntArray]:
     """Return a random order of packs, and a random order of the segments in each pack.
 
@@ -116,7 +121,7 @@ def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray
         int64 [segments]: old indices of the segments, in the new order; int64 [packs + 1]: the new pack_offsets; int64
         [packs]: old indices of the packs, in the new order.
     """
-    packs = random_order(len(pack_offsets) - 1, seed, "order of packs")
+    packs = order_of_packs(len(pack_offsets) - 1, seed)
     sizes = np.diff(pack_offsets)[packs]
     key = derive_key(seed, "order in packs")
     segments = [np.zeros(0, dtype=np.int64)]

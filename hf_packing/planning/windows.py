@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, sums_of
 from hf_packing.planning.plan import PackingPlan
 
 MOST_WINDOWS = 4
@@ -36,15 +36,18 @@ class WindowPlan(NamedTuple):
     """How many shared prefixes end early, since values of tokens other than input_ids differ."""
 
 
-def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: float = _FULL) -> npt.NDArray[np.bool_]:
+def packs_with_room(
+    plan: PackingPlan, max_documents: int | None = None, share: float = _FULL, multiple: int = 1
+) -> npt.NDArray[np.bool_]:
     """Return the packs that could take another document, bool [packs].
 
     Args:
         plan: the plan.
         max_documents: the most segments in a pack; None for no limit.
         share: a pack counts as full if at most this share of its capacity is free, from 0 to 1.
+        multiple: a number that the length of every segment is filled up to a multiple of.
     """
-    room = plan.pack_capacity - plan.pack_tokens()
+    room = plan.pack_capacity - sums_of(-(-plan.segment_own() // multiple) * multiple, plan.pack_offsets)
     open_packs = room > share * plan.pack_capacity
     if max_documents is not None:
         open_packs &= np.diff(plan.pack_offsets) < max_documents

@@ -205,11 +205,11 @@ class Strategy(ShowsAlignment, ABC):
         Returns:
             WindowPlan: the plan, and the packs that documents of the next window could fill.
         """
-        plan = self.with_seed_for(f"window {number}").plan(lengths)
+        plan, multiple = self.with_seed_for(f"window {number}").plan(lengths), self.align_documents
         if self.fills_one_pack_at_a_time:
-            return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
-        is_open = packs_with_room(plan, self.most_documents)
-        return WindowPlan(plan, is_open, may_exchange=self.align_documents == 1)
+            return WindowPlan(plan, packs_with_room(plan, share=0.0, multiple=multiple), all_wait=True)
+        is_open = packs_with_room(plan, self.most_documents, multiple=multiple)
+        return WindowPlan(plan, is_open, may_exchange=multiple == 1)
 
     def with_seed_for(self: _S, purpose: str) -> _S:
         """Return the strategy with a seed of its own for a purpose, such as a window of a stream, if it has a seed."""

@@ -20,7 +20,7 @@ from hf_packing.planning.lengths import (
     smallest_index_type,
     sort_by_length,
 )
-from hf_packing.planning.permutation import random_order, shuffle_packs
+from hf_packing.planning.permutation import order_of_packs, random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import Slots
 from hf_packing.planning.windows import WindowPlan
@@ -85,12 +85,12 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
         sizes.append(np.bincount(begin // capacity))
     columns = (np.concatenate(each) for each in zip(*pieces, strict=True))
     capacity_of_pack = np.repeat(capacities, [len(each) for each in sizes])
-    return _plan_pieces(lengths, Pieces(*columns), offsets_of(np.concatenate(sizes)), capacity_of_pack, seed)[0]
+    return _plan_pieces(lengths, Pieces(*columns), offsets_of(np.concatenate(sizes)), capacity_of_pack, seed)
 
 
 def _plan_pieces(
     lengths: IntArray, pieces: Pieces, offsets: IntArray, capacity: IntArray, seed: int | None, lower_bound: int = 0
-) -> tuple[PackingPlan, IntArray]:
+) -> PackingPlan:
     """Return the plan of packs of pieces, shuffled if there is a seed.
 
     Args:
@@ -100,15 +100,11 @@ def _plan_pieces(
         capacity: integers [packs]: capacity of each pack, in tokens.
         seed: seed for shuffling the packs and the pieces in each pack; None for no shuffling.
         lower_bound: proven lower bound on the number of packs.
-
-    Returns:
-        The plan, and for each of its packs the index of the pack before shuffling, int64 [packs].
     """
-    packs = np.arange(len(capacity))
     if seed is not None:
         order, offsets, packs = shuffle_packs(offsets, seed)
         pieces, capacity = pieces.take(order), capacity[packs]
-    plan = PackingPlan(
+    return PackingPlan(
         document_length=lengths,
         segment_document=pieces.document,
         segment_start=pieces.start,
@@ -117,7 +113,6 @@ def _plan_pieces(
         pack_capacity=capacity,
         proven_lower_bound=lower_bound,
     )
-    return plan, packs
 
 
 @register_strategy
@@ -164,15 +159,13 @@ class FirstCome(Strategy):
         if self.seed is None and self.order == "random":
             raise PackingError("seed: expected an integer with order='random', got None")
 
-    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        return self._plan(lengths)[0]
-
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
-        plan, order = self.with_seed_for(f"window {number}")._plan(lengths)
-        return WindowPlan(plan, order == plan.num_packs - 1, all_wait=True)
+        strategy = self.with_seed_for(f"window {number}")
+        plan = strategy.plan(lengths)
+        filled_at = order_of_packs(plan.num_packs, strategy.seed)
+        return WindowPlan(plan, filled_at == plan.num_packs - 1, all_wait=True)
 
-    def _plan(self, lengths: IntArray) -> tuple[PackingPlan, IntArray]:
-        """Return the plan, and the turn in which each pack was filled, int64 [packs], from 0."""
+    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         pieces = cut_to_pieces(lengths, self.max_length, self.overflow)
         pieces = pieces.take(_arrival(pieces.length, self.order, self.seed))
         first = _first_of_each_pack(pieces.length, self.max_length, self.max_documents or len(pieces.length))
@@ -273,7 +266,7 @@ class Multipack(Strategy):
         pieces = pieces.take(np.concatenate(order))
         pieces = Pieces(shuffled[pieces.document], pieces.start, pieces.length)
         offsets = offsets_of(np.concatenate(sizes))
-        return _plan_pieces(lengths, pieces, offsets, np.full(len(offsets) - 1, self.max_length), self.seed)[0]
+        return _plan_pieces(lengths, pieces, offsets, np.full(len(offsets) - 1, self.max_length), self.seed)
 
 
 def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
