@@ -188,6 +188,13 @@ class Batching(ShowsAlignment, ABC):
         """The number that the number of tokens in every micro-batch is a multiple of."""
         return check_alignment(self)
 
+    def check_holds(self, name: str, tokens: int, what: str) -> None:
+        """Raise PackingError unless rows of so many tokens, `what`, fit in the argument `name`, in multiples."""
+        multiple, most = self.multiple, getattr(self, name)
+        if (least := -(-tokens // multiple) * multiple) > most:
+            how = f" in multiples of {multiple}" if multiple > 1 else ""
+            raise PackingError(f"{name}: expected at least {least}, {what}{how}, got {most}")
+
     def aligned(self, name: str, tokens: int) -> int:
         """Return the largest multiple up to a number of tokens, which is the value of the argument `name`.
 

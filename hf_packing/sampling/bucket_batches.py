@@ -109,11 +109,8 @@ class BucketBatches(Batching):
                 f"column 'bucket': expected at least the number of tokens in the row, but row {row} has "
                 f"{tokens[row]} tokens and a bucket of {sizes.bucket[row]} tokens{remedy}"
             )
-        if (largest := int(sizes.bucket.max(initial=0))) > self.most_tokens:
-            raise PackingError(
-                f"tokens_per_batch: expected at least {largest}, the capacity of the largest bucket, got "
-                f"{self.most_tokens}"
-            )
+        largest = int(sizes.bucket.max(initial=0))
+        self.check_holds("tokens_per_batch", largest, "the capacity of the largest bucket")
         rows = keep_rows(sizes, sizes.tokens > 0)
         if self.max_documents is not None and (most := self._most_documents(rows)) > self.max_documents:
             raise PackingError(

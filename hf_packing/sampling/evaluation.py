@@ -22,8 +22,9 @@ class InOrder(Batching):
 
     Args:
         rows_per_batch: the most rows in a micro-batch; None if tokens and documents are the only limits.
-        max_tokens: the most tokens in a micro-batch, on each of its ranks; None for no limit. With rows_per_batch, a
-            row of more tokens is not refused, but alone in a micro-batch.
+        max_tokens: the most tokens in a micro-batch, on each of its ranks, which is rounded down to a multiple of both
+            alignments; None for no limit. With rows_per_batch, a row of more tokens is not refused, but alone in a
+            micro-batch.
         max_documents: the most documents in a micro-batch; None for no limit.
         ranks: number of consecutive ranks that run a micro-batch together.
 
@@ -58,6 +59,8 @@ class InOrder(Batching):
             rows_per_batch=check_optional_number("rows_per_batch", self.rows_per_batch),
             max_tokens=check_optional_number("max_tokens", self.max_tokens),
         )
+        if self.max_tokens is not None:
+            set_fields(self, max_tokens=self.aligned("max_tokens", self.max_tokens))
 
     def _limits(self, sizes: RowSizes) -> list[tuple[str, str, IntArray, int]]:
         """Return each limit: the argument for it in a training, the unit, the number in each row, and the most."""

@@ -181,7 +181,8 @@ def evaluation_loss(
         max_tokens: the most tokens in a forward pass, on each rank; a row of more tokens has a forward pass of its own.
             None for no limit.
         align_documents: a multiple that documents are filled up to, as in TokenBudget; the loss does not change.
-        align_tokens: a multiple that batches are filled up to; the loss does not change.
+        align_tokens: a multiple that batches are filled up to; the loss does not change. max_tokens is rounded down to
+            a multiple.
 
     Returns:
         The mean loss, the same number on all ranks. The exponential of the mean loss is the perplexity.

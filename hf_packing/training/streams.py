@@ -126,7 +126,8 @@ def training_stream(
     if in_order is not None and in_order.rows_per_batch is not None:
         rows = in_order.rows_per_batch
         if in_order.max_tokens is not None:
-            rows = min(rows, max(1, in_order.max_tokens // max_tokens))
+            has_room = streams.packing.strategy.align_documents % in_order.align_documents == 0  # for tails
+            rows = min(rows, max(1, in_order.max_tokens // max_tokens)) if has_room else 1
     return streams, rows, max_tokens
 
 
@@ -148,11 +149,8 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
             f"align_documents: expected 1, or rows that were packed with align_documents={batching.align_documents}, "
             f"got {strategy!r}"
         )
+    batching.check_holds("max_tokens", capacity, "the capacity of the packed rows")
     rows = batching.most_tokens // capacity
-    if not rows:
-        raise PackingError(
-            f"max_tokens: expected at least {capacity}, the capacity of the packed rows, got {batching.most_tokens}"
-        )
     most, in_a_row = batching.max_documents, getattr(strategy, "max_documents", None)
     if most is not None and (in_a_row is None or in_a_row * rows > most):
         raise PackingError(

@@ -124,14 +124,16 @@ def test_limits_of_fixed_shapes_are_kept_and_reached():
     ),
     world_size=st.integers(1, 8),
     align=st.sampled_from([1, 3]),
+    align_tokens=st.sampled_from([1, 2, 5]),
 )
-def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size, align):
+def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size, align, align_tokens):
     rows_per_batch, max_tokens, max_documents = limits
     sizes = sizes_of_lists([[-(-length // align) * align for length in pack] for pack in packs])
-    max_tokens *= align
-    batching = InOrder(max_tokens=max_tokens, max_documents=max_documents, align_documents=align)
+    max_tokens = (max_tokens + align_tokens - 1) * align
+    aligned = {"align_documents": align, "align_tokens": align_tokens}
+    batching = InOrder(max_tokens=max_tokens, max_documents=max_documents, **aligned)
     if rows_per_batch != 999:  # then a row of more tokens is alone
-        batching = InOrder(rows_per_batch, max_tokens=max_tokens, align_documents=align)
+        batching = InOrder(rows_per_batch, max_tokens=max_tokens, **aligned)
     plan = batching.plan(sizes_of_lists(packs), Epoch(0, world_size))
     micro_batches = [
         plan.micro_batch(number, rank) for number in range(plan.num_micro_batches) for rank in range(world_size)
@@ -139,7 +141,8 @@ def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size, alig
     expected, rows = [], []
     for row in np.flatnonzero(sizes.tokens).tolist():
         together = [row, *(each for each, _ in rows)]
-        fits = sizes.tokens[together].sum() <= max_tokens and sizes.segments[together].sum() <= max_documents
+        filled = -(-sizes.tokens[together].sum() // batching.multiple) * batching.multiple
+        fits = filled <= max_tokens and sizes.segments[together].sum() <= max_documents
         if rows and not (fits and len(together) <= rows_per_batch):
             expected.append(rows)
             rows = []

@@ -100,7 +100,12 @@ REFUSED = [
         "column 'bucket': .* 12 tokens .*=4",
     ),
     (lambda: hfp.BucketBatches(8, align_tokens=16), "tokens_per_batch: expected at least 16"),
-    (plan(InOrder(max_tokens=4, align_documents=3), documents(4)), "tokens: expected at most 4 .* row 0 has 6"),
+    (
+        plan(hfp.BucketBatches(8, align_tokens=3), packs([4, 4], [0, 2], [8])),
+        "tokens_per_batch: expected at least 9, the capacity of the largest bucket in multiples of 3, got 8",
+    ),
+    (plan(InOrder(max_tokens=4, align_documents=3), documents(4)), "tokens: expected at most 3 .* row 0 has 6"),
+    (lambda: InOrder(2, max_tokens=8, align_tokens=16), "max_tokens: expected at least 16 .*align_tokens=16, got 8"),
     (within(hfp.TokenBudget(96, align_tokens=32), 100, 8), "tokens: expected a multiple of 32"),
     (lambda: hfp.BucketBatches(0), "tokens_per_batch"),
     (lambda: hfp.BucketBatches(8, order="long"), "order"),
