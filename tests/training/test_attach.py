@@ -479,8 +479,10 @@ def test_the_collator_of_the_trainer_has_the_multiples_of_the_batching(tmp_path)
                 hfp.attach(trainer, hfp.TokenBudget(96, **batching))
 
 
-def test_routers_learn_nothing_from_filled_tokens(tmp_path):
-    """All documents are in one micro-batch, whose tokens are those that routers balance."""
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_routers_learn_nothing_from_filled_tokens(tmp_path, kind):
+    """All documents are in one micro-batch, whose tokens are those that routers balance. The model is patched before
+    the trainer is built, in which SFTTrainer puts a head of its own around the backbone."""
     found = []
     for shapes in ({}, {"tokens": 2048, "max_segments": 99}, ALIGNED):
         model = patched(
@@ -489,12 +491,12 @@ def test_routers_learn_nothing_from_filled_tokens(tmp_path):
         aligned = shapes if shapes is ALIGNED else {}
         with_aligned_layers(model, 8 if aligned else 1)
         seen = Gradients()
-        trainer = trainer_of(tmp_path, model=model, max_steps=1, max_grad_norm=0.0, callbacks=[seen])
+        trainer = trainer_of(tmp_path, kind, model=model, max_steps=1, max_grad_norm=0.0, callbacks=[seen])
         hfp.attach(trainer, hfp.TokenBudget(2040, **aligned), prove="model", **({} if aligned else shapes))
         trainer.train()
         found.append(seen.gradients)
     for filled in found[1:]:
-        assert largest_difference(filled, found[0]) <= 1e-7  # transformers balances in float32
+        assert largest_difference(filled, found[0]) <= 1e-6  # transformers balances in float32, as does TRL
 
 
 @pytest.mark.slow
