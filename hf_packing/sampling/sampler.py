@@ -101,8 +101,8 @@ class EpochSummary:
         )
         if self.filled is not None:
             lines.append(
-                f"{self.filled:,} masked tokens fill up documents and micro-batches, {self.filled / self.tokens:.1%} "
-                "of the documents' tokens"
+                f"{self.filled:,} masked tokens fill up documents and micro-batches to multiples, "
+                f"{self.filled / self.tokens:.1%} of the documents' tokens"
             )
         if self.unpacked_documents_per_step is not None:
             lines.append(

@@ -205,6 +205,8 @@ class TokenBudget(Batching):
             if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
                 is_document = unit == "tokens" and not sizes.packed
                 remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
+                if unit == "tokens" and sizes.packed and self.align_documents > 1:
+                    remedy += f" with align_documents={self.align_documents}"
                 holder = "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
                 raise PackingError(
                     f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
