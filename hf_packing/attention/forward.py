@@ -244,7 +244,9 @@ class PatchedForward(ReplacedForward):
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
-        mask, seq_idx = self._mask_for_routers(inputs, layout), inputs.get(SEQ_IDX)
+        mask, is_real = self._mask_for_routers(inputs, layout), None
+        if layout.unfilled is not None and self.module is not self.model:
+            is_real = inputs[SEQ_IDX][0] != PADDING_SEGMENT
         inputs = self._prepare(inputs, layout) | mask
         with self._running(layout, None, hides_mask=bool(mask)):
             # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
@@ -256,9 +258,8 @@ class PatchedForward(ReplacedForward):
                 "also compute the loss of its routers for the filled tokens; pass output_router_logits=False, or "
                 "batches without tokens, align_documents and align_tokens"
             )
-        called_alone = self.module is not self.model  # as by the head of SFTTrainer, which computes the routers' loss
-        if layout.unfilled is not None and called_alone and getattr(output, "router_logits", None) is not None:
-            is_real = seq_idx[0] != PADDING_SEGMENT
+        if is_real is not None and getattr(output, "router_logits", None) is not None:
+            # an inner model called alone, as by the head of SFTTrainer, which computes the loss of routers itself
             output.router_logits = tuple(each[is_real.to(each.device)] for each in output.router_logits)
         return output
 
