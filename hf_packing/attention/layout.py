@@ -284,7 +284,7 @@ def refuse_earlier_tokens(inputs: Inputs) -> None:
             raise PackingError(
                 f"{name}: expected no cache and no states of an encoder on a patched model, got "
                 f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use model.generate, "
-                "or pass the cache without position_ids and other borders between documents"
+                "or rows of one document, without cu_seq_lens_q, seq_idx and seq_lengths, and in evaluation mode"
             )
 
 
