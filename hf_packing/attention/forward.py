@@ -35,6 +35,7 @@ from hf_packing.attention.layout import (
     current_layout,
     has_trees,
     layout_of_collator,
+    needs_borders,
     read_layout,
     refuse_earlier_tokens,
     tokens_of,
@@ -345,7 +346,8 @@ class PatchedForward(ReplacedForward):
         else:
             layout = rows.layout
         check_loader(len(layout.lengths))
-        if not training and (rows is None or not rows.has_padding) and begins_text(self.model, inputs, layout):
+        may_begin = not training and not needs_borders.get() and (rows is None or not rows.has_padding)
+        if may_begin and begins_text(self.model, inputs, layout):
             return self.signature.without_unknown(inputs, READ_ARGUMENTS), None, None
         if rows is None:
             rows = packed_rows(inputs)

@@ -253,7 +253,7 @@ def within(variable: ContextVar[T], value: T) -> Iterator[None]:
 current_layout: ContextVar[Layout | None] = ContextVar("current_layout", default=None)
 """The layout that a patched model's forward is processing; None if no such forward is running."""
 
-_needs_borders: ContextVar[bool] = ContextVar("_needs_borders", default=False)
+needs_borders: ContextVar[bool] = ContextVar("needs_borders", default=False)
 """Whether rows without borders are refused in evaluation mode, too."""
 
 _takes_labels: ContextVar[bool] = ContextVar("_takes_labels", default=False)
@@ -263,7 +263,7 @@ _takes_labels: ContextVar[bool] = ContextVar("_takes_labels", default=False)
 def borders_required() -> AbstractContextManager[None]:
     """Return a context manager: within the block, which runs models on packed rows, rows without borders are refused in
     every mode. A teacher in evaluation mode may get only some columns of a batch."""
-    return within(_needs_borders, True)
+    return within(needs_borders, True)
 
 
 def labels_of_trees() -> AbstractContextManager[None]:
@@ -320,7 +320,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
     rows, length = tokens.shape
     borders = read_borders(rows, inputs)
     if borders is None:
-        if training or _needs_borders.get():
+        if training or needs_borders.get():
             raise PackingError(
                 "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training mode and for packed rows of "
                 "a trainer, got none of them, so the borders between documents are not known. PackingCollator and "

@@ -15,6 +15,7 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
+from hf_packing.attention import borders_required
 from hf_packing.attention.layout import CACHES, current_layout
 from hf_packing.attention.route import route_of
 from tools.tiny_model import tiny_model
@@ -134,6 +135,8 @@ def test_a_loop_of_ones_own_generates_what_generate_does(name, beside):
     assert not set(CACHES) & set(model(**packed_row))
     padded_rows, _ = padded(documents(), "left", extra=0)
     assert not set(CACHES) & set(model(**padded_rows))
+    with borders_required():  # as in the step of a trainer
+        assert not set(CACHES) & set(model(ids, attention_mask=torch.ones_like(ids)))
     layouts = []
     layer = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))[0]
     layer.register_forward_pre_hook(lambda *_: layouts.append(current_layout.get()))
