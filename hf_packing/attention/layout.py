@@ -377,6 +377,8 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
         return None
     if tokens.shape != (1, sum(longest.lengths)):
         return None
+    if not borders.is_inference() and borders._version:  # written in place, so the lengths may be of an earlier batch
+        return None
     borders = borders.to(tokens.device)
     return Layout(borders, roots(longest.lengths), bound=int(longest), unfilled=longest.unfilled)
 
