@@ -479,7 +479,7 @@ def needs_cache(inputs: Inputs, training: bool) -> bool:
     given = {name for name, value in inputs.items() if value is not None}
     if not given.isdisjoint((*BORDER_ARGUMENTS, PARENTS)):
         return False
-    if training and given.isdisjoint(("attention_mask", "position_ids")):  # which PEFT's prefix tuning drops
+    if training and given.isdisjoint(("attention_mask", "position_ids")):  # PEFT drops those of a packed row
         return False
     asks = not given.isdisjoint(CACHES) or (inputs.get("use_cache") and not training)
     return bool(asks) and not may_be_packed(inputs)
