@@ -52,8 +52,13 @@ def names(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+WORDS = ["user", "assistant", "<think>", "</think>", "\n\n", "What", " is", " packing"]
+WORDS += ["Many", " documents", " in", " one", " row"]
+"""Tokens that Qwen3 has, too: the chat of the README has as many tokens as with the tokenizer that it names."""
+
+
 def tokenizer(vocabulary: int = 128) -> PreTrainedTokenizerFast:
-    """One token for each byte, as far as the vocabulary of the tiny models goes."""
+    """One token for each of `WORDS` and other bytes, as far as the vocabulary of the tiny models goes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [each for each in alphabet if each in string.printable or each in "ĠĊ"]
     known = {each: number for number, each in enumerate(["<pad>", "<bos>", "<eos>", "<mask>", *letters][:vocabulary])}
@@ -63,6 +68,7 @@ def tokenizer(vocabulary: int = 128) -> PreTrainedTokenizerFast:
     named = {"pad_token": "<pad>", "eos_token": "<eos>", "mask_token": "<mask>", "chat_template": FROM_TRL["qwen3"]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **named)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.add_tokens(WORDS)
     return tokenizer
 
 

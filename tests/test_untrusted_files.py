@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import time
 import zipfile
 from pathlib import Path
@@ -93,8 +94,13 @@ def test_states_in_checkpoints(mark, tmp_path, plant):
     plant(tmp_path / "state" / "packed_loader_1.pt", Planted(mark))
     with pytest.raises(pickle.UnpicklingError):
         accelerator.load_state(tmp_path / "state")
-    (tmp_path / "state" / "packed_loader_1.pt").unlink()
-    with pytest.raises(hfp.PackingError, match="input_dir: expected a checkpoint .* without packed_loader_1"):
+    file = tmp_path / "state" / "packed_loader_1.pt"
+    other = shutil.copy(file, file.with_name("packed_loader_2.pt"))  # of a run with another loader
+    with pytest.raises(hfp.PackingError, match="input_dir: expected a checkpoint .* this one, 1, got 2 in"):
+        accelerator.load_state(tmp_path / "state")
+    for each in (file, other):
+        each.unlink()
+    with pytest.raises(hfp.PackingError, match="input_dir: expected a checkpoint .* this one, 1, got 0 in"):
         accelerator.load_state(tmp_path / "state")
     assert loader.epoch == 0
 

@@ -226,7 +226,8 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
             torch.distributed.all_reduce(gradients, group=block_of(ranks))
         return [outputs.detach(), gradients]
 
-    facts.ranks_per_row, problems = ranks, ["the proof ended"]
+    problems: list[str] = []
+    facts.ranks_per_row, is_proven = ranks, False
     kept = ~case.has_tokens([0])[own]
     try:
         with case.undisturbed():
@@ -236,7 +237,6 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
             split = run(case.tokens, split=True)
             replaced, _ = run(case.with_replaced([0]), split=True)
             leak = differences(replaced[kept], split[0][kept])
-            problems.clear()
             for what, found, expected, unit, lenience in zip(
                 ("outputs", "gradients"), split, [whole[0][own], whole[1]], units, (1, GRADIENT_LENIENCE), strict=True
             ):
@@ -248,8 +248,9 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
                     )
             if leak.any() and not (has_experts(runner.model) and explains(leak / units[0])):
                 problems.append("replacing a document changed the outputs of other documents on several ranks")
+        is_proven = not problems
     finally:
-        if problems:
+        if not is_proven:
             facts.ranks_per_row = 1
     where = f"{len(lengths)} random documents of {sum(lengths)} tokens in all, which were compared with one rank"
     return proof_on_ranks(problems[0] if problems else "", leak, "training", where, lengths, runner.model)

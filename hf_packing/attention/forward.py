@@ -35,6 +35,7 @@ from hf_packing.attention.layout import (
     current_layout,
     has_trees,
     layout_of_collator,
+    needs_borders,
     read_layout,
     refuse_earlier_tokens,
     tokens_of,
@@ -56,6 +57,7 @@ from hf_packing.attention.padded import (
     Unpadding,
     current_rows,
     inputs_of_backbone,
+    may_be_packed,
     media_of,
     packed_rows,
     read_padded_rows,
@@ -349,8 +351,9 @@ class PatchedForward(ReplacedForward):
         else:
             layout = rows.layout
         check_loader(len(layout.lengths))
-        if not training and (rows is None or not rows.has_padding) and begins_text(self.model, inputs):
-            return inputs, None, None
+        may_begin = not training and not needs_borders.get() and (rows is None or not rows.has_padding)
+        if may_begin and begins_text(self.model, inputs, layout):
+            return self.signature.without_unknown(inputs, READ_ARGUMENTS), None, None
         if rows is None:
             rows = packed_rows(inputs)
         elif layout.is_unpadded:
@@ -477,30 +480,23 @@ def _find_unknown_borders(position_ids: Tensor) -> Any:
 
 def needs_cache(inputs: Inputs, training: bool) -> bool:
     """Return whether a call generates text, so that it runs as without the patch: whether it has a cache, or asks for
-    one explicitly in evaluation mode, and has no borders between packed documents."""
-    given = {name: value for name, value in inputs.items() if value is not None}
-    if not given.keys().isdisjoint((*BORDER_ARGUMENTS, PARENTS)):
-        return False
-    caches = [given[name] for name in CACHES if name in given]
-    if "position_ids" in given and "attention_mask" not in given:
-        return any(map(_may_have_tokens, caches))
-    return bool(caches or (given.get("use_cache") and not training))
-
-
-def begins_text(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Return whether a call without padding, in evaluation mode, may be the first one of a loop that generates text:
-    whether the model returns a cache by its configuration, and the call has no borders between packed documents."""
+    one explicitly in evaluation mode, and its rows are no packed rows."""
     given = {name for name, value in inputs.items() if value is not None}
-    has_borders = not given.isdisjoint((*BORDER_ARGUMENTS, PARENTS, "position_ids"))
+    if not given.isdisjoint((*BORDER_ARGUMENTS, PARENTS)):
+        return False
+    if training and given.isdisjoint(("attention_mask", "position_ids")):  # PEFT drops those of a packed row
+        return False
+    asks = not given.isdisjoint(CACHES) or (inputs.get("use_cache") and not training)
+    return bool(asks) and not may_be_packed(inputs)
+
+
+def begins_text(model: PreTrainedModel, inputs: Inputs, layout: Layout) -> bool:
+    """Return whether a call without padding, in evaluation mode, may be the first one of a loop that generates text:
+    whether the model returns a cache by its configuration, and every row is a document, with no borders beside it."""
+    given = {name for name, value in inputs.items() if value is not None}
+    is_packed = len(layout.lengths) > tokens_of(inputs).shape[:-1].numel()
     returns_cache = getattr(model.config.get_text_config(), "use_cache", False) and "use_cache" not in given
-    return bool(returns_cache and not has_borders)
-
-
-def _may_have_tokens(cache: Any) -> bool:
-    try:
-        return bool(cache.get_seq_length() > 0)
-    except (AttributeError, ValueError):  # lists of states, and caches of states alone, do not count tokens
-        return True
+    return bool(returns_cache and not is_packed and given.isdisjoint((*BORDER_ARGUMENTS, PARENTS)))
 
 
 _FEWEST = 3

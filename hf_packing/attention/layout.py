@@ -253,7 +253,7 @@ def within(variable: ContextVar[T], value: T) -> Iterator[None]:
 current_layout: ContextVar[Layout | None] = ContextVar("current_layout", default=None)
 """The layout that a patched model's forward is processing; None if no such forward is running."""
 
-_needs_borders: ContextVar[bool] = ContextVar("_needs_borders", default=False)
+needs_borders: ContextVar[bool] = ContextVar("needs_borders", default=False)
 """Whether rows without borders are refused in evaluation mode, too."""
 
 _takes_labels: ContextVar[bool] = ContextVar("_takes_labels", default=False)
@@ -263,7 +263,7 @@ _takes_labels: ContextVar[bool] = ContextVar("_takes_labels", default=False)
 def borders_required() -> AbstractContextManager[None]:
     """Return a context manager: within the block, which runs models on packed rows, rows without borders are refused in
     every mode. A teacher in evaluation mode may get only some columns of a batch."""
-    return within(_needs_borders, True)
+    return within(needs_borders, True)
 
 
 def labels_of_trees() -> AbstractContextManager[None]:
@@ -284,7 +284,7 @@ def refuse_earlier_tokens(inputs: Inputs) -> None:
             raise PackingError(
                 f"{name}: expected no cache and no states of an encoder on a patched model, got "
                 f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use model.generate, "
-                "or pass the cache without position_ids and other borders between documents"
+                "or rows of one document, without cu_seq_lens_q, seq_idx and seq_lengths, and in evaluation mode"
             )
 
 
@@ -320,7 +320,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
     rows, length = tokens.shape
     borders = read_borders(rows, inputs)
     if borders is None:
-        if training or _needs_borders.get():
+        if training or needs_borders.get():
             raise PackingError(
                 "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training mode and for packed rows of "
                 "a trainer, got none of them, so the borders between documents are not known. PackingCollator and "
@@ -376,6 +376,8 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
     if not isinstance(longest, LongestSegment) or borders is None or len(borders) <= len(longest.lengths):
         return None
     if tokens.shape != (1, sum(longest.lengths)):
+        return None
+    if not borders.is_inference() and borders._version:  # written in place, so the lengths may be of an earlier batch
         return None
     borders = borders.to(tokens.device)
     return Layout(borders, roots(longest.lengths), bound=int(longest), unfilled=longest.unfilled)

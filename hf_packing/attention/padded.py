@@ -294,16 +294,37 @@ def _real(mask: Any, tokens: Tensor) -> BoolArray:
 
 def _check_positions(position_ids: Tensor, real: BoolArray) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
-    # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
-    has_axes = position_ids.ndim == 3
-    step = np.diff((position_ids[0] if has_axes else position_ids).expand(real.shape).cpu().numpy())
-    rises = step >= 0 if has_axes and len(position_ids) < 4 else step == 1
-    if not rises[real[:, 1:] & real[:, :-1]].all():
+    if _restart(position_ids, real):
         raise PackingError(
             "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
             "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
             "padding, and without an attention_mask"
         )
+
+
+def _restart(position_ids: Tensor, real: BoolArray) -> bool:
+    """Return whether position ids do not rise from one token of a row to the next."""
+    # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
+    has_axes = position_ids.ndim == 3
+    step = np.diff((position_ids[0] if has_axes else position_ids).expand(real.shape).cpu().numpy())
+    rises = step >= 0 if has_axes and len(position_ids) < 4 else step == 1
+    return not rises[real[:, 1:] & real[:, :-1]].all()
+
+
+def may_be_packed(inputs: Inputs) -> bool:
+    """Return whether position_ids or numbers in an attention_mask say that rows beside a cache have several documents.
+    The mask also has the tokens of the cache, which come first."""
+    mask, position_ids, tokens = inputs.get("attention_mask"), inputs.get("position_ids"), tokens_of(inputs)
+    if tokens.shape[-1] == 1:  # most calls of a loop that generates text, which need not wait for the device
+        return False
+    real = np.ones(tokens.shape, np.bool_)
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # for each pair of tokens
+            return False
+        if (mask > 1).any():
+            return True
+        real = mask[:, -tokens.shape[-1] :].cpu().numpy() != 0
+    return position_ids is not None and _restart(position_ids, real)
 
 
 def media_of(inputs: Inputs) -> tuple[str, ...]:

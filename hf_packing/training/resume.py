@@ -80,12 +80,13 @@ def save_with(accelerator: Accelerator, loader: Any) -> None:
             save_state(state, Path(folder) / name)
 
     def load(models: Any, folder: str) -> None:  # noqa: ARG001
-        if not (file := Path(folder) / name).is_file():
+        saved, loaders = len([*Path(folder).glob("packed_loader_*.pt")]), _LOADERS[accelerator]
+        if saved != loaders:
             raise PackingError(
-                f"input_dir: expected a checkpoint of an accelerator with {number} or more loaders of "
-                f"prepare_dataloader, got {folder} without {name}"
+                "input_dir: expected a checkpoint of an accelerator with as many loaders of prepare_dataloader as "
+                f"this one, {loaders}, got {saved} in {folder}; make all loaders before save_state and load_state"
             )
-        loader.load_state_dict(load_state(file))
+        loader.load_state_dict(load_state(Path(folder) / name))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

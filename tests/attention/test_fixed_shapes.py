@@ -78,6 +78,18 @@ def test_documents_in_a_filled_batch(name, filled):
     check_that_filling_changes_nothing(MODELS[name](), hfp.PackingCollator(**filled), close=IN_FLOAT32.get(name, 1e-12))
 
 
+def test_tensors_into_which_one_batch_after_another_is_written():
+    """Such buffers keep the max_length_q of the first batch, an int that knows its lengths."""
+    model, collator = patched("Llama", torch.float64), hfp.PackingCollator(tokens=64, max_segments=9)
+    buffers, batch = collator(ROWS), collator(ROWS[::-1])
+    for each in (buffers, buffers, batch):
+        expected = model(**each).logits
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            buffers[name].copy_(value)
+    assert torch.equal(model(**buffers).logits, expected)
+
+
 def test_a_rotary_embedding_that_changes_with_the_largest_position():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     model = hfp.patch_model(build("Llama", torch.float64, rope_parameters=rope, max_position_embeddings=64))

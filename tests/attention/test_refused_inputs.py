@@ -16,6 +16,7 @@ TREE = inputs_of(CHAT)
 
 PADDED = {"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}
 RESTARTING = {"position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
+NO_PADDING = {"attention_mask": torch.ones(1, 3).long()}
 ONES = torch.ones(1, CHAT.tokens, dtype=torch.long)
 
 
@@ -57,7 +58,12 @@ REFUSED = [
     (("llama", SEQUENCE), TREE, {}, "parents"),
     (("bert", "masked"), TREE, {}, "parents"),
     *((LLAMA, ROW, borders(0, 3) | {name: DynamicCache()}, name) for name in CACHES),
-    (LLAMA, ROW, positions(0, 1, 0) | {"use_cache": True}, "use_cache"),
+    *((LLAMA, ROW, positions(0, 1, 0) | mask | {"use_cache": True}, "use_cache") for mask in ({}, NO_PADDING)),
+    (LLAMA, ROW, positions(0, 1, 0) | NO_PADDING | {"past_key_values": DynamicCache()}, "past_key_values"),
+    (("mamba", "causal"), ROW, positions(0, 1, 0) | {"cache_params": [torch.zeros(1)]}, "cache_params"),
+    (LLAMA, ROW, {"attention_mask": torch.tensor([[1, 1, 2]]), "use_cache": True}, "attention_mask"),
+    (LLAMA, ROWS, PADDED | RESTARTING | {"use_cache": True}, "position_ids"),
+    (LLAMA, ROW, {"past_key_values": DynamicCache(), "training": True}, "past_key_values"),
     (("bert", "masked"), ROWS, PADDED | {"labels": torch.full((2, 4), 9), "training": True}, "labels"),
     (("llama", SEQUENCE), ROWS, PADDED | {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 64)}, "inputs_embeds"),
     *((("gpt2", "causal"), TREE, {name: ONES}, name) for name in ("labels", "seq_idx")),

@@ -15,6 +15,7 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
+from hf_packing.attention import borders_required
 from hf_packing.attention.layout import CACHES, current_layout
 from hf_packing.attention.route import route_of
 from tools.tiny_model import tiny_model
@@ -111,18 +112,21 @@ def test_generated_tokens_are_those_of_the_stock_model(name):
     assert not set(CACHES) & set(model.train()(**batch))
 
 
-@pytest.mark.parametrize("with_mask", [False, True])
-@pytest.mark.parametrize("name", fast_only(["llama", "mamba", "jamba"], "llama"))
-def test_a_loop_of_ones_own_generates_what_generate_does(name, with_mask):
+@pytest.mark.parametrize("beside", [(), ("attention_mask",), ("position_ids",), ("attention_mask", "position_ids")])
+@pytest.mark.parametrize("name", fast_only(["llama", "mamba", "jamba", "bloom"], "llama"))
+def test_a_loop_of_ones_own_generates_what_generate_does(name, beside):
     """It passes no use_cache, and on the cache that it got. A model whose configuration has none stays patched."""
     model = patched_copy(name, "causal")
     model.config.use_cache = True
     ids = torch.tensor([[5, 6, 7], [9, 8, 11]])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4)
+    taken = inspect.signature(tiny(name, "causal").forward).parameters
     text, cache, new = ids, {}, ids
     for _ in range(4):
-        mask = {"attention_mask": torch.ones_like(text)} if with_mask else {}
-        output = model(new, **mask, **cache)
+        mask = torch.ones_like(text)
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -new.shape[1] :]}
+        chosen = {each: value for each, value in given.items() if each in beside and (each in taken or not cache)}
+        output = model(new, **chosen, **cache)
         (argument,) = set(CACHES) & set(output)
         new, cache = output.logits[:, -1:].argmax(-1), {argument: output[argument]}
         text = torch.cat([text, new], 1)
@@ -131,8 +135,11 @@ def test_a_loop_of_ones_own_generates_what_generate_does(name, with_mask):
     assert not set(CACHES) & set(model(**packed_row))
     padded_rows, _ = padded(documents(), "left", extra=0)
     assert not set(CACHES) & set(model(**padded_rows))
+    with borders_required():  # as in the step of a trainer
+        assert not set(CACHES) & set(model(ids, attention_mask=torch.ones_like(ids)))
     layouts = []
-    model.base_model.layers[0].register_forward_pre_hook(lambda *_: layouts.append(current_layout.get()))
+    layer = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))[0]
+    layer.register_forward_pre_hook(lambda *_: layouts.append(current_layout.get()))
     model.config.use_cache = False
     model(ids)
     assert [[*each.lengths] for each in layouts] == [[3, 3]]
