@@ -111,6 +111,9 @@ def test_a_masked_language_model():
         check_that_filling_changes_nothing(model, filled, rows)
     with pytest.raises(PackingError, match="align_documents: expected causal attention, but BertSelfAttention"):
         model(**hfp.PackingCollator(align_documents=16)(rows))
+    runs_by_segment = hfp.patch_model(build("XLMWithLMHeadModel", emb_dim=32, n_layers=2, n_heads=4))
+    with pytest.raises(PackingError, match="align_documents: expected 1 for XLMWithLMHeadModel, whose tokens see"):
+        runs_by_segment(**hfp.PackingCollator(align_documents=16)(rows))
     model = patched_tiny("bert", "masked", torch.float64).train()
     copied = [{"input_ids": tokens, "labels": tokens} for tokens in DOCUMENTS]
     with pytest.raises(PackingError, match="labels: expected labels that differ from input_ids, got 29 labels"):
