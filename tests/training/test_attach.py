@@ -479,8 +479,8 @@ def test_the_collator_of_the_trainer_has_the_multiples_of_the_batching(tmp_path)
                 hfp.attach(trainer, hfp.TokenBudget(96, **batching))
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-def test_routers_learn_nothing_from_filled_tokens(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "most"), [(Trainer, 1e-7), (SFTTrainer, 1e-6)])  # both balance in float32
+def test_routers_learn_nothing_from_filled_tokens(tmp_path, kind, most):
     """All documents are in one micro-batch, whose tokens are those that routers balance. The model is patched before
     the trainer is built, in which SFTTrainer puts a head of its own around the backbone."""
     found = []
@@ -496,7 +496,7 @@ def test_routers_learn_nothing_from_filled_tokens(tmp_path, kind):
         trainer.train()
         found.append(seen.gradients)
     for filled in found[1:]:
-        assert largest_difference(filled, found[0]) <= 1e-6  # transformers balances in float32, as does TRL
+        assert largest_difference(filled, found[0]) <= most
 
 
 @pytest.mark.slow
