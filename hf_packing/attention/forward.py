@@ -72,6 +72,7 @@ from hf_packing.attention.route import (
     Route,
     is_patched,
     mark_changing_sizes,
+    refuse_seen_tails,
     sees_labels,
 )
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
@@ -246,11 +247,8 @@ class PatchedForward(ReplacedForward):
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
-        if layout.has_tails and self.patch.route.by_segment and self.patch.facts.sees_labels:
-            raise PackingError(
-                f"align_documents: expected 1 for {type(self.model).__name__}, whose tokens see later ones, so a "
-                "document would depend on the tokens that fill it up; align_tokens fills up the batch alone"
-            )
+        if layout.has_tails and self.patch.route.by_segment:
+            refuse_seen_tails(self.model, "documents with tails")
         mask, is_real = self._mask_for_routers(inputs, layout), None
         if layout.unfilled is not None and self.module is not self.model:
             is_real = inputs[SEQ_IDX][0] != PADDING_SEGMENT

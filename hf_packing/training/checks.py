@@ -24,7 +24,6 @@ from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.token_columns import TokenColumn
-from hf_packing.sampling.batching import Batching
 from hf_packing.training.losses import Loss
 
 _BATCH_METHODS = (
@@ -194,25 +193,6 @@ def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
     if read := [row for row in read if len(row[INPUT_IDS])]:
         batch = PackingCollator(keep_first_labels=True)(read)
         refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
-
-
-def check_sees_no_tails(model: nn.Module, batching: Batching) -> None:
-    """Refuse documents that are filled up, if the model's tokens see later ones.
-
-    Args:
-        model: a patched model.
-        batching: the batching, with align_documents.
-
-    Raises:
-        PackingError: a document would depend on the tokens that fill it up.
-    """
-    inner = inner_model(model)
-    if batching.align_documents > 1 and sees_labels(inner):
-        raise PackingError(
-            f"align_documents: expected 1 for {type(inner).__name__}, whose tokens see later ones, so that a document "
-            f"would depend on the tokens that fill it up, got {batching.align_documents}; align_tokens fills up the "
-            "batch alone"
-        )
 
 
 def masks_tokens(collator: Any) -> bool:

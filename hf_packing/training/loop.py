@@ -16,6 +16,7 @@ from hf_packing.attention import (
     in_mode,
     inner_model,
     patch_for_training,
+    refuse_seen_tails,
     unpatched_on_error,
 )
 from hf_packing.batch.collate import PackingCollator
@@ -25,7 +26,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
-from hf_packing.training.checks import check_accelerator, check_labels_are_hidden, check_sees_no_tails
+from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import LoopSteps, PackedLoader
 from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
@@ -212,7 +213,8 @@ def evaluation_loss(
             refuse_alignment(in_order, f"with max_ranks_per_document={ranks}")
         source = open_source("dataset", dataset, budget, accelerator, reading, planned_from, in_order=in_order)
         check_labels_are_hidden(source, model)
-        check_sees_no_tails(model, in_order)
+        if align_documents > 1:
+            refuse_seen_tails(inner_model(model), align_documents)
         return source.loader(accelerator, collator_for(model, **aligned))
 
     loader = on_all_ranks(load)

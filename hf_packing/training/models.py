@@ -34,6 +34,7 @@ from hf_packing.attention import (
     prove_on_part,
     prove_split_rows,
     prove_unpadding,
+    refuse_seen_tails,
     route_of,
     share_prefixes,
     unpatched_on_error,
@@ -41,7 +42,7 @@ from hf_packing.attention import (
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.sampling.batching import Batching, Shapes
-from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_sees_no_tails, check_values
+from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
 from hf_packing.training.losses import COUNTS, Batch, documents_in, part_of_row
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.training.ranks import on_all_ranks
@@ -181,7 +182,8 @@ def check_takes_rows(model: nn.Module, source: Any, batching: Batching, shapes: 
     """
     if not source.shares_prefixes:
         check_labels_are_hidden(source, model)
-        check_sees_no_tails(model, batching)
+        if batching.align_documents > 1:
+            refuse_seen_tails(inner_model(model), batching.align_documents)
         return
     check_predicts_next(model)
     if shapes != (None, None):

@@ -87,7 +87,7 @@ class Attached(ABC):
         for name, current in decided_by(trainer).items():
             before = self.expected[name]
             if current is not before and current != before:
-                was, got = (shorten(short_repr(each), 60, placeholder=" ...") for each in (before, current))
+                was, got = (shorten(short_repr(each), 60) for each in (before, current))
                 raise PackingError(
                     f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )

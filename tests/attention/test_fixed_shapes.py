@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from aligned_layers import with_aligned_layers
 from forms import check_gradients
 from leaky_models import Behind, MixesGradients
@@ -112,8 +114,13 @@ def test_a_masked_language_model():
     with pytest.raises(PackingError, match="align_documents: expected causal attention, but BertSelfAttention"):
         model(**hfp.PackingCollator(align_documents=16)(rows))
     runs_by_segment = hfp.patch_model(build("XLMWithLMHeadModel", emb_dim=32, n_layers=2, n_heads=4))
-    with pytest.raises(PackingError, match="align_documents: expected 1 for XLMWithLMHeadModel, whose tokens see"):
+    refused = "align_documents: expected 1 for XLMWithLMHeadModel, whose tokens see later ones, .*, got "
+    with pytest.raises(PackingError, match=refused + "documents with tails"):
         runs_by_segment(**hfp.PackingCollator(align_documents=16)(rows))
+    with pytest.raises(PackingError, match=refused + "16"):
+        hfp.evaluation_loss(
+            Accelerator(cpu=True), runs_by_segment, datasets.Dataset.from_list(rows), align_documents=16
+        )
     model = patched_tiny("bert", "masked", torch.float64).train()
     copied = [{"input_ids": tokens, "labels": tokens} for tokens in DOCUMENTS]
     with pytest.raises(PackingError, match="labels: expected labels that differ from input_ids, got 29 labels"):

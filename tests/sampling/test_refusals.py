@@ -113,6 +113,10 @@ REFUSED = [
     (lambda: RankBatchSampler(hfp.TokenBudget(8), documents(3, 2)).set_epoch(-1), "epoch"),
     (plan(hfp.TokenBudget(4), documents(3, 9, 2)), "max_tokens: row 1 has 9 tokens.* at most 4 .*overflow='split'"),
     (plan(hfp.TokenBudget(8, overflow="split"), packs([4, 5], [0, 2])), "max_tokens: row 0 has 9 .* pack into rows"),
+    (
+        plan(hfp.TokenBudget(8, align_documents=4), packs([3, 5], [0, 2])),
+        "max_tokens: row 0 has 12 .* at most max_tokens tokens with align_documents=4",
+    ),
     (plan(hfp.TokenBudget(10, max_documents=2), packs([2] * 7, [0, 2, 5, 7])), "max_documents: row 1 has 3 .* 2 "),
     (plan(hfp.TokenBudget(50, max_patches=60), PICTURES), "max_patches: row 1 has 90 patches, .* at most 60 "),
     (plan(hfp.TokenBudget(50, max_patches=60), documents(5)), "max_patches: expected None for rows of text, got 60"),
