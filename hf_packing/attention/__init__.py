@@ -59,7 +59,14 @@ from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_error
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import borders_required, labels_of_trees
-from hf_packing.attention.model import ALIGNED, has_local_weights, inner_model, input_device, takes_argument
+from hf_packing.attention.model import (
+    ALIGNED,
+    has_local_weights,
+    inner_model,
+    input_device,
+    pad_token_of,
+    takes_argument,
+)
 from hf_packing.attention.patch import (
     ProveInTraining,
     check_patched,
@@ -75,6 +82,7 @@ from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
 from hf_packing.attention.split_row import block_of
+from hf_packing.attention.steps import Step, StepDifference, StepRunner, compare
 
 __all__ = [
     "ALIGNED",
@@ -82,10 +90,14 @@ __all__ = [
     "NoLanguageModelError",
     "Proof",
     "ProveInTraining",
+    "Step",
+    "StepDifference",
+    "StepRunner",
     "block_of",
     "borders_required",
     "check_isolation",
     "check_patched",
+    "compare",
     "has_local_weights",
     "in_mode",
     "inner_model",
@@ -93,6 +105,7 @@ __all__ = [
     "is_patched",
     "kernel_of",
     "labels_of_trees",
+    "pad_token_of",
     "patch_for_training",
     "patch_model",
     "patched",

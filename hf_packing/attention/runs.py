@@ -220,9 +220,8 @@ class Runner:
                 return output
             self._dtypes.add(embedded.dtype)
             leaf = embedded.detach()
-            if noisy:  # 1 + eps or 1 - eps times as large
-                signs = torch.randint(2, leaf.shape, generator=torch.Generator().manual_seed(0)).to(leaf) * 2 - 1
-                leaf = leaf * (1 + signs * torch.finfo(self.dtype).eps)
+            if noisy:
+                leaf = with_rounding_errors(leaf, self.dtype)
             leaf.requires_grad_(torch.is_grad_enabled())
             found.append(((*args, *kwargs.values())[0], leaf))
             given = leaf.clone()  # a module may change its input in place
@@ -236,3 +235,9 @@ class Runner:
                 if each is embedding or (is_same and "Embedding" in str(type(each).__mro__)):
                     stack.enter_context(each.register_forward_hook(cut, with_kwargs=True))
             yield found
+
+
+def with_rounding_errors(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values that are 1 + eps or 1 - eps times as large, at random, with the eps of a dtype."""
+    signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0)).to(values) * 2 - 1
+    return values * (1 + signs * torch.finfo(dtype).eps)

@@ -301,6 +301,13 @@ class TreesOfDocuments(DocumentRows):
         return self.read(np.array(numbers, dtype=np.int64))
 
 
+def trees_of_documents(documents: Sequence[Row]) -> list[Row]:
+    """Return rows of trees of some documents, which share all tokens that they can."""
+    most = sum(len(each[INPUT_IDS]) for each in documents)
+    trees = TreesOfDocuments.find(datasets.Dataset.from_list([*documents]), most, 1, "error")
+    return [*trees.__getitems__([*range(len(trees))])]
+
+
 def kept_labels(
     dataset: Any,
     sampler: RankBatchSampler,

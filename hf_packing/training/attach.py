@@ -4,7 +4,6 @@
 trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those of the trainer and the model.
 """
 
-import copy
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, overload
@@ -29,6 +28,7 @@ from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.sources import warn_of_columns_left_out
 from hf_packing.training.state import AttachedPacks, AttachedRows, decided_by
+from hf_packing.training.step_cases import without_attach
 from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, StreamTrainer, WholeRowTrainer
 from hf_packing.training.whole_rows import UNITS
 from hf_packing.trees.forest import check_fewest_shared
@@ -152,14 +152,14 @@ def attach(
         with models_unpatched_on_error(trainer):
             unpadded = on_all_ranks(unpad)
         if isinstance(trainer, AttachedTrainer):  # by an earlier attach, with a batching
-            plain = _without_attach(trainer)
+            plain = without_attach(trainer)
             trainer.__class__, trainer.data_collator = type(plain), plain.data_collator
             trainer.remove_callback(BatchesOfCheckpoint)
             del trainer.attached
         return unpadded
     shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
-    plain = _without_attach(trainer)
+    plain = without_attach(trainer)
     own: Any = type(plain)
 
     def plan(planned_from: PlannedFrom) -> tuple[AttachedPacks | AttachedRows, type[Trainer]]:
@@ -199,17 +199,6 @@ def _refuse_given(arguments: dict[str, Any], why: str) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise PackingError(f"{name}: expected no such argument {why}; got {value!r}")
-
-
-def _without_attach(trainer: Any) -> Any:
-    """Return a shallow copy of a trainer, as it was before an earlier attach."""
-    plain = copy.copy(trainer)
-    if isinstance(trainer, AttachedTrainer):
-        state = trainer.attached
-        plain.__class__ = state.kind
-        if trainer.data_collator is state.collator:
-            plain.data_collator = state.own_collator
-    return plain
 
 
 def keeps_rows_whole(trainer: Any) -> bool:

@@ -10,8 +10,9 @@ keeps them, or all of them with remove_unused_columns=False.
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -36,13 +37,13 @@ from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels
+from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels, trees_of_documents
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import masks_tokens, sft_trainer_of
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
-from hf_packing.training.losses import Loss
+from hf_packing.training.losses import Batch, Loss
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
 from hf_packing.training.split_rows import PartCollator
@@ -142,6 +143,34 @@ class PackedRows:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 
+    def _rows(self) -> SampledRows:
+        reading = self.reading
+        if reading.masking is None:
+            return SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
+        return MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
+
+    def _collator(self, accelerator: Accelerator, collate: PackingCollator) -> Callable[[Sequence[Row]], Batch]:
+        """Return the collator of this rank, which has a part of each row if it is on several ranks."""
+        if (ranks := self.sampler.batching.ranks_per_block) == 1:
+            return collate
+        assert isinstance(self.batching, TokenBudget)
+        return PartCollator(collate, self.batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
+
+    def next_rows(self, count: int) -> Iterator[tuple[int | None, Row]]:
+        """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
+        None if it is not a document of the dataset as it is."""
+        rows, sampler = self._rows(), self.sampler
+        is_whole = self.reading.masking is None and sampler.rows.pieces is None and not sampler.sizes.packed
+        planned = islice((row for micro_batch in sampler for row in micro_batch if not row[1]), count)
+        for row in planned:
+            yield row[0] if is_whole else None, rows.__getitems__([row])[0]
+
+    def batch_of(self, documents: Sequence[Row], accelerator: Accelerator, collate: PackingCollator) -> Batch:
+        """Return the batch of some documents, with input_ids and labels, as training makes it."""
+        if self.shares_prefixes:
+            documents = trees_of_documents(documents)
+        return self._collator(accelerator, collate)(documents)
+
     def loader(
         self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
     ) -> Any:
@@ -153,16 +182,8 @@ class PackedRows:
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        reading = self.reading
-        if reading.masking is None:
-            rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
-        else:
-            rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
-        made: Any = collate
-        if (ranks := self.sampler.batching.ranks_per_block) > 1:
-            assert isinstance(self.batching, TokenBudget)
-            made = PartCollator(collate, self.batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
-        batches: DataLoader[Any] = batches_loader(rows, self.sampler, made, **options)
+        made = self._collator(accelerator, collate)
+        batches: DataLoader[Any] = batches_loader(self._rows(), self.sampler, made, **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 

@@ -30,6 +30,7 @@ from hf_packing.training.models import (
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import Reading, Source, open_source
+from hf_packing.training.step import FirstStepProof
 from hf_packing.training.step_counts import Predictions, StepCounts
 from hf_packing.training.whole_rows import WholeRows, find_loss_unit, pixels_per_patch_of, sizes_of_rows
 
@@ -161,7 +162,7 @@ class AttachedPacks(Attached):
         sft_trainer = sft_trainer_of(trainer)
         self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
         """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
-        self.first_batch_proof = FirstBatchProof()
+        self.first_batch_proof, self.first_step_proof = FirstBatchProof(), FirstStepProof()
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running, or was the last."""
         self.evaluation: TokenMean | None = None
@@ -188,7 +189,7 @@ class AttachedPacks(Attached):
 
     def __str__(self) -> str:
         if self.prove == "first batch":
-            return str(self.first_batch_proof)
+            return f"{self.first_batch_proof}\n{self.first_step_proof}"
         how = "on a small copy of the model" if self.prove == "small" else "when the model was patched"
         return f"isolation: proven {how}"
 
@@ -241,6 +242,7 @@ class AttachedPacks(Attached):
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove, self.batching.ranks_per_block)
         self.first_batch_proof.proofs.clear()  # of another model
+        self.first_step_proof.proofs.clear()
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)

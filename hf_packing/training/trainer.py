@@ -5,7 +5,7 @@ has the rule by which losses are weighted.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -30,8 +30,10 @@ from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import STATE_FILE, ResumedStream, load_stream, save_state
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
+from hf_packing.training.step import StepReport, prove_step
+from hf_packing.training.step_cases import TrainerCase, as_one_micro_batch
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
-from hf_packing.training.streams import StreamLoader
+from hf_packing.training.streams import StreamedRows, StreamLoader
 
 
 class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -58,12 +60,18 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
-        counts = micro_batch_counts([self.cut_for_this_step(batch) for batch in batches], state.loss).to(device)
+        sources = []
         if isinstance(loader := self.callback_handler.train_dataloader, StreamLoader):
-            counts = torch.cat([counts, loader.tokens_of_sources.to(device)], 1)
-        everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
-        return batches, state.step_counts.add(everywhere)
+            sources.append(loader.tokens_of_sources)
+        return batches, state.step_counts.add(self.counts_of(batches, device, *sources))
+
+    def counts_of(self, batches: Sequence[Batch], device: torch.device, *more: Tensor) -> Tensor:
+        """Return the counts of a step's micro-batches, and more of them, int64 [ranks, micro-batches, counts]."""
+        processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
+        counts = micro_batch_counts([self.cut_for_this_step(batch) for batch in batches], self.attached.loss)
+        counts = torch.cat([each.to(device) for each in (counts, *more)], 1)
+        everywhere: Tensor = self.accelerator.gather(counts[None])[::processes_per_rank]
+        return everywhere
 
     def cut_for_this_step(self, batch: Batch) -> Batch:
         """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
@@ -115,7 +123,27 @@ class PackedTrainer(AttachedTrainer):
         trains = evaluation is None and num_items_in_batch is not None
         if state.prove == "first batch" or part_of_row(inputs):
             batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
-            state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
+            mode = "training" if model.training else "evaluation"
+            state.first_batch_proof.check(model, batch, mode)
+            if state.prove == "first batch":
+                state.first_step_proof.check(mode, lambda: self._prove_step(model, inputs, mode == "training"))
+        return self.packed_loss(model, inputs, return_outputs, num_items_in_batch, **named)
+
+    def _prove_step(self, model: nn.Module, inputs: Batch, training: bool) -> StepReport:
+        batch = inputs if not training or isinstance(self.attached.source, StreamedRows) else None
+        return prove_step(TrainerCase(self, model, batch, training), training)
+
+    def packed_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+        **named: Any,
+    ) -> Any:
+        """Return the loss of a micro-batch, as `compute_loss` does, of which nothing has to be proven any more."""
+        state, evaluation = self.attached, self.attached.evaluation
+        trains = evaluation is None and num_items_in_batch is not None
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
         loss = state.loss if trains or model.training else "token"
@@ -124,7 +152,7 @@ class PackedTrainer(AttachedTrainer):
         of_model = is_tree_batch(inputs) or part_of_row(inputs) or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
-        with _as_one_micro_batch(self), step.observed(model):
+        with as_one_micro_batch(self), step.observed(model):
             found = own(model, dict(step.inputs), num_items_in_batch=step.items, **named)
         mean, *outputs = found if isinstance(found, tuple) else (found,)
         share = step.share_of(num_items_in_batch if trains else None)
@@ -223,22 +251,6 @@ class WholeRowTrainer(AttachedTrainer):
         share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
         loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
         return (loss, *outputs) if outputs else loss
-
-
-@contextmanager
-def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
-    """Context manager: within the block, the trainer takes a micro-batch for the whole optimizer step on all ranks.
-
-    The trainer divides by no other number of micro-batches afterwards; transformers before 5.19 did in any case.
-    """
-    args = trainer.args  # a compute_loss may divide by these steps itself
-    before = args.gradient_accumulation_steps, args.average_tokens_across_devices
-    trainer.current_gradient_accumulation_steps = 1
-    args.gradient_accumulation_steps, args.average_tokens_across_devices = 1, False
-    try:
-        yield
-    finally:
-        args.gradient_accumulation_steps, args.average_tokens_across_devices = before
 
 
 @contextmanager

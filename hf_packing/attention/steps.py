@@ -1,0 +1,214 @@
+"""Run single steps of models, the loss and its gradients, without a trace, and compare two of them.
+
+A step is not stepped: gradients are taken and put aside, and hooks of the optimizer on parameters do not run.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_packing.attention.model import embedding_of, has_local_weights, inner_model, is_compiled
+from hf_packing.attention.runs import Runner, with_rounding_errors
+from hf_packing.attention.snapshot import (
+    WeightSnapshot,
+    in_mode,
+    restored,
+    restored_random_state,
+    seed_all,
+    without_randomness,
+)
+
+
+class Step(NamedTuple):
+    """The loss of a step, and its gradients."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    """By the name of the parameter, without those that have none; of a sharded model, this rank's part of each."""
+
+
+class StepRunner:
+    """Runs steps of a model.
+
+    Args:
+        model: the model that is trained, as a training loop calls it.
+        others: other models that the loss is computed with, such as a teacher.
+    """
+
+    def __init__(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
+        self.model, self.models = model, [model, *others]
+        self.runners = [Runner(each) for each in self.models]
+        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The least precise dtype that the model computes in."""
+        return self.runners[0].dtype
+
+    @contextmanager
+    def undisturbed(self, training: bool) -> Iterator[None]:
+        """Context manager: within the block, models run without dropout, and nothing of it is left after the block."""
+        kept = [(each, each.grad) for each in self.model.parameters()]
+        with ExitStack() as stack:
+            stack.enter_context(restored_random_state(self.runners[0].device))
+            stack.enter_context(torch.set_grad_enabled(training))
+            for model in self.models:
+                weights = WeightSnapshot(model)
+                stack.callback(weights.restore)
+                stack.enter_context(nullcontext() if is_compiled(model) else weights)
+                stack.enter_context(restored(*model.modules()))
+                stack.enter_context(without_randomness(inner_model(model)))
+            if self.model.training != training:
+                stack.enter_context(in_mode(self.model, training))
+            if isinstance(self.model, DistributedDataParallel):
+                stack.enter_context(self.model.no_sync())
+            if has_local_weights(self.model):  # optimizers step in such hooks
+                stack.enter_context(_without_hooks(self.parameters.values()))
+            for parameter, gradient in kept:
+                parameter.grad = None
+                stack.callback(setattr, parameter, "grad", gradient)
+            yield
+
+    def run(self, compute: Callable[[], Tensor], unpatched: bool = False, noisy: bool = False) -> Step:
+        """Run a step within `undisturbed`, on the models with or without their patches.
+
+        Args:
+            compute: returns the loss, a scalar.
+            unpatched: whether models run as before they were patched.
+            noisy: whether the embedded tokens of the trained model are changed by rounding errors.
+        """
+        with ExitStack() as stack:
+            for runner in self.runners if unpatched else ():
+                stack.enter_context(runner.unpatched())
+            if noisy:
+                stack.enter_context(self._noisy())
+            seed_all(0)
+            loss = compute()
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        found = {name: _local(each.grad) for name, each in self.parameters.items() if each.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return Step(float(loss.detach()), found)
+
+    @contextmanager
+    def _noisy(self) -> Iterator[None]:
+        """Context manager: within the block, the model computes with rounding errors in its embedded tokens."""
+        dtype = self.dtype
+
+        def add(_: nn.Module, __: Any, output: Any) -> Any:
+            return with_rounding_errors(output, dtype) if isinstance(output, Tensor) else output
+
+        handle = embedding_of(inner_model(self.model)).register_forward_hook(add)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager: within the block, no hook runs after the gradient of a parameter was accumulated."""
+    hooks = [each._post_accumulate_grad_hooks for each in parameters if each._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """Return the part of a gradient that is on this rank, as a plain tensor."""
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local.to_dense() if local.is_sparse else local
+
+
+class _Limits(NamedTuple):
+    """Differences that are always allowed: of the loss and of a gradient, as shares of themselves, and of a gradient as
+    a share of the largest one of all parameters."""
+
+    loss: float
+    own: float
+    largest: float
+
+
+_ALLOWED = {torch.float64: _Limits(1e-6, 1e-5, 1e-7), torch.float32: _Limits(1e-5, 1e-4, 1e-6)}
+"""By dtype. Losses compute in float32 also in models in float64."""
+
+_IN_HALF = _Limits(1e-2, 5e-2, 1e-2)
+
+_NOISE_FACTOR = 8
+"""Steps may differ by this number times the measured effect of rounding."""
+
+
+@dataclass
+class StepDifference:
+    """How two steps differ."""
+
+    loss: float
+    """The difference of the losses, as a share of the loss."""
+    loss_differs: bool
+    largest: float = 0.0
+    """The largest difference of a gradient, as a share of its own size, or of a share of the largest gradient."""
+    differ: list[str] = field(default_factory=list)
+    """The parameters whose gradients differ by more than rounding explains, in the order of the model."""
+    only_one: list[str] = field(default_factory=list)
+    """Those of them that have a gradient in one of the steps only."""
+
+    @property
+    def found(self) -> bool:
+        return self.loss_differs or bool(self.differ)
+
+
+def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = None) -> StepDifference:
+    """Compare the loss and the gradients of a step with those that are right.
+
+    Args:
+        step: the step.
+        right: the step that it should be.
+        dtype: the dtype that the model computes in.
+        noisy: the right step with rounding errors; None if it was not measured.
+    """
+    limits = _ALLOWED.get(dtype, _IN_HALF)
+    names = dict.fromkeys((*right.gradients, *step.gradients))
+    sizes = {name: _size(right.gradients.get(name)) for name in names}
+    floor = limits.largest * max(sizes.values(), default=0.0)
+    loss = abs(step.loss - right.loss)
+    noise = _NOISE_FACTOR * abs(noisy.loss - right.loss) if noisy else 0.0
+    found = StepDifference(
+        loss / max(abs(right.loss), torch.finfo(torch.float32).tiny),
+        not (loss <= limits.loss * abs(right.loss) + noise or (math.isnan(step.loss) and math.isnan(right.loss))),
+    )
+    for name, size in sizes.items():
+        gradients = step.gradients.get(name), right.gradients.get(name)
+        apart = _distance(*gradients)
+        noise = _NOISE_FACTOR * _distance(noisy.gradients.get(name), right.gradients.get(name)) if noisy else 0.0
+        found.largest = max(found.largest, apart / max(size, floor / limits.own, torch.finfo(torch.float32).tiny))
+        if not apart <= limits.own * size + floor + noise:
+            found.differ.append(name)
+            if any(each is None for each in gradients):
+                found.only_one.append(name)
+    return found
+
+
+def _size(gradient: Tensor | None) -> float:
+    """Return the norm of a gradient; 0 for none."""
+    if gradient is None or not gradient.numel():
+        return 0.0
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the norm of the difference of two gradients, of which None stands for zeros."""
+    if one is None or other is None:
+        return _size(other if one is None else one)
+    return _size(one - other)

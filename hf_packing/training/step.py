@@ -1,0 +1,238 @@
+"""Prove the step: packed documents give the loss and the gradients that the user's own trainer makes of them unpacked.
+
+A few documents of the first batch make one step through the attached trainer, packed, and one step through the
+trainer's own class and collator on the unpatched models, padded. Nothing is known of losses, adapters, other models or
+hooks: whatever reads across a border, or lacks a patch, changes the loss or a gradient. Nothing is stepped, and models,
+trainer and random states are as before.
+
+1. The steps have a few short documents, so that both together cost less than a step of the training.
+2. If they differ by more than is always allowed, the effect of rounding is measured.
+3. If they still differ, the unpacked step is made again with more padding. If this changes it, padding is not neutral
+   for the model or the loss, and documents of equal length, which need none, are compared instead.
+
+The file step_cases has the ways in which trainers and loops make such steps.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets.utils import tqdm
+from torch import Tensor
+
+from hf_packing.attention import Step, StepDifference, StepRunner, compare
+from hf_packing.errors import PackingError
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What `check_step` has found: whether the packed step is the step that is made without packing.
+
+    Example:
+        >>> import datasets, hf_packing as hfp, tempfile, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8, 9]]})
+        >>> trainer = transformers.Trainer(
+        ...     transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)),
+        ...     transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none"),
+        ...     train_dataset=documents,
+        ... )
+        >>> summary = hfp.attach(trainer, hfp.TokenBudget(9))
+        >>> hfp.check_step(trainer).same
+        True
+    """
+
+    problem: str
+    """The difference, and what is known of its cause; empty if there is none."""
+    loss: float
+    """The loss of the packed step."""
+    unpacked_loss: float
+    """The loss of the same documents without packing and without patches."""
+    documents: int
+    tokens: int
+    parameters: int
+    """The number of parameters whose gradients were compared; 0 in evaluation."""
+    difference: float
+    """The largest difference of a parameter's gradient, as a share of its norm."""
+    note: str = ""
+    """What else is to be known of the comparison."""
+
+    @property
+    def same(self) -> bool:
+        return not self.problem
+
+    def __str__(self) -> str:
+        where = f"{self.documents} documents of {self.tokens:,} tokens in all{self.note}"
+        losses = f"loss {self.loss:.6g} packed, {self.unpacked_loss:.6g} unpacked"
+        if self.problem:
+            return f"not the step that is made unpacked: on {where}, {self.problem}"
+        gradients = f"; gradients of {self.parameters} parameters equal to {self.difference:.0e}"
+        return f"{where}: {losses}{gradients if self.parameters else ''}"
+
+
+class StepCase(ABC):
+    """Two ways to compute the loss of a step."""
+
+    runner: StepRunner
+
+    @abstractmethod
+    def choose(self, without_padding: bool) -> Any:
+        """Return what the step is made of, such as documents, or only what needs no padding; None if there is none."""
+
+    @abstractmethod
+    def packed(self, of: Any) -> Callable[[], Tensor]:
+        """Make the batch of the attached trainer, and return a function that computes its loss."""
+
+    @abstractmethod
+    def unpacked(self, of: Any, padding: int) -> Callable[[], Tensor]:
+        """Make the batch without packing, with so many tokens of padding more, and return a function that computes its
+        loss."""
+
+    @abstractmethod
+    def sizes(self, of: Any) -> tuple[int, int, int]:
+        """Return the numbers of documents or rows, of their tokens, and of what the loss is a mean of."""
+
+    def replaced(self, of: Any, document: int) -> Any:  # noqa: ARG002
+        """Return what the step is made of with another document; None if this is not known."""
+        return None
+
+
+_MORE_PADDING = 5
+"""Tokens of padding that are added to every row to find out whether padding is neutral."""
+
+
+def prove_step(case: StepCase, training: bool = True) -> StepReport:
+    """Compare the packed step with the unpacked one; in evaluation, losses only. All ranks make the same calls."""
+    of, note = case.choose(without_padding=False), ""
+    with case.runner.undisturbed(training):
+        steps = _Steps.of(case, of)
+        if steps.differ and not steps.padding_is_neutral():
+            if (of := case.choose(without_padding=True)) is None:
+                note = ", whose loss changes with padding, so nothing was compared"
+                steps = steps._replace(differ=False)
+            else:
+                note = ", of equal length, since padding changes the loss"
+                steps = _Steps.of(case, of)
+        problem = steps.describe() if steps.differ else ""
+    documents, tokens, _ = case.sizes(steps.made_of)
+    return StepReport(
+        problem=problem,
+        loss=steps.packed.loss,
+        unpacked_loss=steps.unpacked.loss,
+        documents=documents,
+        tokens=tokens,
+        parameters=len(steps.unpacked.gradients),
+        difference=steps.difference.largest,
+        note=note,
+    )
+
+
+class _Steps(NamedTuple):
+    """The same step, packed and unpacked."""
+
+    case: StepCase
+    made_of: Any
+    packed: Step
+    unpacked: Step
+    noisy: Step | None
+    """The unpacked step with rounding errors, if it was needed."""
+    difference: StepDifference
+    differ: bool
+    """Whether the steps differ on any rank."""
+
+    @classmethod
+    def of(cls, case: StepCase, of: Any) -> "_Steps":
+        run, unpacked, items = case.runner.run, case.unpacked(of, 0), case.sizes(of)[-1]
+        right, packed, noisy = run(unpacked, unpatched=True), run(case.packed(of)), None
+        difference = compare(packed, right, case.runner.dtype)
+        if differ := on_any_rank(difference.found and items > 0):
+            noisy = run(unpacked, unpatched=True, noisy=True)
+            difference = compare(packed, right, case.runner.dtype, noisy)
+            differ = on_any_rank(difference.found and items > 0)
+        return cls(case, of, packed, right, noisy, difference, differ)
+
+    def padding_is_neutral(self) -> bool:
+        """Return whether the unpacked step is the same with more padding."""
+        more = self.case.runner.run(self.case.unpacked(self.made_of, _MORE_PADDING), unpatched=True)
+        return not on_any_rank(compare(more, self.unpacked, self.case.runner.dtype, self.noisy).found)
+
+    def describe(self) -> str:
+        """Return how the steps differ, and what is known of the cause. All ranks make the same calls."""
+        found, text = self.difference, []
+        if found.loss_differs:
+            text.append(f"the loss is {self.packed.loss:.6g}, but {self.unpacked.loss:.6g} unpacked")
+        if found.only_one:
+            missing = found.only_one[0] not in self.packed.gradients
+            text.append(
+                f"{len(found.only_one)} parameters have a gradient only {'unpacked' if missing else 'packed'}, such as "
+                f"{found.only_one[0]}"
+            )
+        if found.differ:
+            text.append(
+                f"the gradients of {len(found.differ)} of {len(self.unpacked.gradients)} parameters differ, by up to "
+                f"{found.largest:.2g} of their size, the first of them {found.differ[0]}"
+            )
+        is_additive = self._is_additive()
+        if is_additive is False:
+            text.append("the packed loss reads across documents: replacing one changes the loss of another")
+        elif is_additive and found.loss_differs:
+            text.append("no document changes the loss of another, so it is a sum over documents with other weights")
+        return "; ".join(text) or "the steps differ on another rank"
+
+    def _is_additive(self) -> bool | None:
+        """Return whether the packed loss is a sum over documents: whether replacing one of two changes it by as much,
+        whether or not the other one is replaced. None if this is not known."""
+        losses = {}
+        for first, second in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            of = self.made_of
+            for document in [0] * first + [1] * second:
+                of = None if of is None else self.case.replaced(of, document)
+            if of is None:
+                return None
+            losses[first, second] = self.case.runner.run(self.case.packed(of)).loss
+        changes = [abs(losses[each] - losses[0, 0]) for each in ((1, 0), (0, 1))]
+        mixed = abs(losses[0, 0] - losses[1, 0] - losses[0, 1] + losses[1, 1])
+        return mixed <= _MIXED * min(changes)
+
+
+_MIXED = 1e-2
+"""A loss is a sum over documents if the changes by two of them add up, to this share of the smaller change."""
+
+
+def on_any_rank(found: bool) -> bool:
+    """Return whether `found` is True on any rank; all of them call this together."""
+    return any(gather_object([found]))
+
+
+class FirstStepProof:
+    """Proves the step on the first batch in training mode, and the loss on the first one in evaluation mode."""
+
+    def __init__(self) -> None:
+        self.proofs: dict[str, StepReport] = {}
+        """What was proven, by what it was proven on."""
+
+    def check(self, mode: str, prove: Callable[[], StepReport]) -> None:
+        """Prove the step, unless it is proven for this mode; all ranks call this together.
+
+        Raises:
+            PackingError: the packed step is not the step that is made unpacked; raised on all ranks.
+        """
+        if (on := f"the first {mode} batch") in self.proofs:
+            return
+        reports = gather_object([prove()])
+        for rank, report in enumerate(reports):
+            if report.problem:
+                on_rank = f" on rank {rank}" if len(reports) > 1 else ""
+                raise PackingError(f"trainer: expected the step that it makes without attach{on_rank}, got {report}")
+        self.proofs[on] = reports[0]
+        if PartialState().is_main_process:
+            tqdm.write(self._line(on))  # print() would break the progress bar
+
+    def __str__(self) -> str:
+        return "\n".join(map(self._line, self.proofs)) or "step: to be proven on the first batch"
+
+    def _line(self, on: str) -> str:
+        return f"step: proven on {on}: {self.proofs[on]}"
