@@ -36,11 +36,13 @@ _HOME_OF = {
     "PatternTable": "planning.table",
     "Scores": "training.score",
     "ShortestPackFirst": "strategies.greedy",
+    "StepReport": "training.step",
     "TokenBudget": "sampling.token_budget",
     "UnpaddedModels": "training.models",
     "attach": "training.attach",
     "branches": "text.branches",
     "check_isolation": "attention",
+    "check_step": "training.step_cases",
     "compare": "strategies.compare",
     "compute_loss": "training.loop",
     "document_logps": "training.score",
@@ -90,6 +92,8 @@ if TYPE_CHECKING:
     from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
     from hf_packing.training.models import UnpaddedModels
     from hf_packing.training.score import Scores, document_logps, score
+    from hf_packing.training.step import StepReport
+    from hf_packing.training.step_cases import check_step
 
 __all__ = [
     "BestFit",
@@ -119,11 +123,13 @@ __all__ = [
     "PatternTable",
     "Scores",
     "ShortestPackFirst",
+    "StepReport",
     "TokenBudget",
     "UnpaddedModels",
     "attach",
     "branches",
     "check_isolation",
+    "check_step",
     "compare",
     "compute_loss",
     "document_logps",

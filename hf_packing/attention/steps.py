@@ -23,6 +23,7 @@ from hf_packing.attention.snapshot import (
     seed_all,
     without_randomness,
 )
+from hf_packing.attention.split_row import block_of
 
 
 class Step(NamedTuple):
@@ -39,17 +40,15 @@ class StepRunner:
     Args:
         model: the model that is trained, as a training loop calls it.
         others: other models that the loss is computed with, such as a teacher.
+        ranks_per_row: number of ranks that run a row together, each of which has a part of the loss.
     """
 
-    def __init__(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
-        self.model, self.models = model, [model, *others]
+    def __init__(self, model: nn.Module, others: Iterable[nn.Module] = (), ranks_per_row: int = 1) -> None:
+        self.model, self.models, self.ranks_per_row = model, [model, *others], ranks_per_row
         self.runners = [Runner(each) for each in self.models]
         self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The least precise dtype that the model computes in."""
-        return self.runners[0].dtype
+        self.dtype = self.runners[0].dtype
+        """The least precise dtype that the model computes in, with the autocast that is on now."""
 
     @contextmanager
     def undisturbed(self, training: bool) -> Iterator[None]:
@@ -92,18 +91,33 @@ class StepRunner:
             loss = compute()
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
+            loss = loss.detach()
+            if self.ranks_per_row > 1 and not unpatched:
+                self._sum_over_ranks(loss)
         found = {name: _local(each.grad) for name, each in self.parameters.items() if each.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
-        return Step(float(loss.detach()), found)
+        return Step(float(loss), found)
+
+    def _sum_over_ranks(self, loss: Tensor) -> None:
+        """Sum a loss and its gradients over the ranks that run a row together. Gradients of a sharded model are means
+        over all ranks already."""
+        block = block_of(self.ranks_per_row)
+        torch.distributed.all_reduce(loss, group=block)
+        for parameter in self.parameters.values() if torch.is_grad_enabled() else ():
+            if not has_local_weights(self.model):
+                parameter.grad = None if parameter.grad is None else parameter.grad * self.ranks_per_row
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad, group=block)
 
     @contextmanager
     def _noisy(self) -> Iterator[None]:
         """Context manager: within the block, the model computes with rounding errors in its embedded tokens."""
-        dtype = self.dtype
 
         def add(_: nn.Module, __: Any, output: Any) -> Any:
-            return with_rounding_errors(output, dtype) if isinstance(output, Tensor) else output
+            return with_rounding_errors(output, self.dtype) if isinstance(output, Tensor) else output
 
         handle = embedding_of(inner_model(self.model)).register_forward_hook(add)
         try:
@@ -115,7 +129,7 @@ class StepRunner:
 @contextmanager
 def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Context manager: within the block, no hook runs after the gradient of a parameter was accumulated."""
-    hooks = [each._post_accumulate_grad_hooks for each in parameters if each._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    hooks = [each._post_accumulate_grad_hooks for each in parameters if each._post_accumulate_grad_hooks]
     kept = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()

@@ -7,6 +7,7 @@ columns are packed, except `attention_mask` and those that the dataset's format 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -184,6 +185,28 @@ def columns_left_out(schema: pa.Schema, removed: Collection[str] = ()) -> list[s
         for field in schema
         if field.name not in (INPUT_IDS, *removed) and not is_token_type(field.type)
     ]
+
+
+_FEW_VALUES = 16
+"""A column has few values if it has at most so many."""
+
+
+def rows_of_each_value(dataset: Any) -> list[int]:
+    """Return a row for each value of the columns with few values, such as classes, those of rare values first. Of
+    columns with lists, only labels count."""
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return []
+    table: pa.Table = dataset.with_format("arrow")[:]
+    found: list[tuple[int, int]] = []
+    for name in table.column_names:
+        column, rows = table.column(name).combine_chunks(), None
+        if is_list(column.type) and name == LABELS:
+            column, rows = column.flatten(), pc.list_parent_indices(column).to_numpy()
+        if not pa.types.is_nested(column.type) and pc.count_distinct(column).as_py() <= _FEW_VALUES:
+            values = column.dictionary_encode().indices.fill_null(-1).to_numpy()
+            _, first, counts = np.unique(values, return_index=True, return_counts=True)
+            found += zip(counts.tolist(), (first if rows is None else rows[first]).tolist(), strict=True)
+    return [row for _, row in sorted(found)]
 
 
 def visible_columns(dataset: Any) -> list[str]:

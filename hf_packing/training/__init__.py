@@ -6,7 +6,9 @@
 | state.py | `trainer.attached`: what `attach` has decided, and a check for changes |
 | trainer.py, resume.py | the methods of a trainer after `attach`; its checkpoints |
 | checks.py | refuses trainers, arguments and labels that are not supported; refuses or counts what TRL cuts or drops |
-| models.py | finds and patches the models of a trainer, proves isolation on the first batch, checks what trees need |
+| models.py | finds and patches the models of a trainer, checks what trees need |
+| first_batch.py | proves isolation and the step on the first batch |
+| step.py, step_cases.py | compare a packed step with the unpacked one; how trainers and loops make both |
 | sources.py | what is read: packed rows, documents, trees, streams |
 | whole_rows.py | rows that stay whole, and what their loss is a mean of |
 | streams.py, lockstep.py | logical streams, in lockstep on all ranks, with one state |

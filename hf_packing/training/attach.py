@@ -27,9 +27,9 @@ from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.sources import warn_of_columns_left_out
-from hf_packing.training.state import AttachedPacks, AttachedRows, decided_by
+from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
-from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, StreamTrainer, WholeRowTrainer
+from hf_packing.training.trainer import PackedTrainer, StreamTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.training.whole_rows import UNITS
 from hf_packing.trees.forest import check_fewest_shared
 
@@ -93,10 +93,9 @@ def attach(
         batching: a TokenBudget or a BucketBatches; None to keep the trainer's own batches.
         loss: "token", the default, for the mean over all trainable tokens of an optimizer step; "sequence" to average
             first within each document of the step, then over documents.
-        loss_unit: what the trainer's own loss is a mean of, where rows stay whole and the loss is not one of TRL or
-            transformers, as with `compute_loss_func`: "rows", "labeled rows", "labeled tokens", "labeled tokens but the
-            first", "completion tokens" or "tokens of chosen completions". It is checked on a few rows. None for a known
-            loss.
+        loss_unit: what the trainer's own loss is a mean of, where rows stay whole: "rows", "labeled rows", "labeled
+            tokens", "labeled tokens but the first", "completion tokens" or "tokens of chosen completions". It is
+            checked on a few rows. None to find it by trial.
         match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the number of a
             run without packing to get as many steps per epoch. With None, the batching decides.
         prove: "first batch" to prove isolation on the first batch, before the first optimizer step, and print a line
@@ -151,11 +150,12 @@ def attach(
 
         with models_unpatched_on_error(trainer):
             unpadded = on_all_ranks(unpad)
-        if isinstance(trainer, AttachedTrainer):  # by an earlier attach, with a batching
+        if isinstance(trainer, Trainer):
             plain = without_attach(trainer)
-            trainer.__class__, trainer.data_collator = type(plain), plain.data_collator
+            kind: Any = type(plain)
+            trainer.attached = AttachedBatches(plain, prove)
+            trainer.__class__, trainer.data_collator = _subclass_with(UnpaddedTrainer, kind), plain.data_collator
             trainer.remove_callback(BatchesOfCheckpoint)
-            del trainer.attached
         return unpadded
     shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")

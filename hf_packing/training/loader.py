@@ -1,8 +1,9 @@
 """Load the micro-batches of one rank: a DataLoader for a Trainer, a PackedLoader for your own training loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,9 +23,11 @@ from hf_packing.sampling.batching import Batching, EpochPlan
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import longest_segment
+from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.losses import Batch, Loss, exact_type, items_in, with_share
-from hf_packing.training.models import FirstBatchProof, prepared_model
+from hf_packing.training.models import prepared_model
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.step import StepCase
 
 
 def batches_loader(rows: Any, batches: Any, collate: Any, **options: Any) -> DataLoader[Any]:
@@ -65,6 +68,8 @@ class LoopSteps:
     loss: Loss
     keep_labels: bool
     prove_on: nn.Module | None
+    step_case: Callable[[nn.Module, Batch], StepCase]
+    """Makes the case of a proof of the step, of the model with its wrappers and a batch."""
     proof: FirstBatchProof = field(default_factory=FirstBatchProof)
 
     def prepared(self, batches: Sequence[Batch], step: int) -> list[Batch]:
@@ -79,6 +84,7 @@ class LoopSteps:
             for batch in batches:
                 with self.accelerator.autocast():
                     self.proof.check(model, batch, "training")
+                    self.proof.check_step("training", partial(self.step_case, model, batch))
         longest = longest_segment(self.batching, step)
         batches = [with_segments_cut(batch, longest) for batch in batches]
         # accelerate averages gradients over processes and accumulated micro-batches: with this divisor, the average is

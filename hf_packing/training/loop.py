@@ -1,6 +1,7 @@
 """Functions for your own training loop: load packed batches, compute the loss of a batch, and evaluate on a dataset."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import save_with
 from hf_packing.training.sources import Reading, Source, open_source, warn_of_columns_left_out
+from hf_packing.training.step_cases import case_of_loop
 from hf_packing.training.streams import StreamLoader
 
 _DECIDED_BY_BATCHING = frozenset(
@@ -145,7 +147,8 @@ def prepare_dataloader(
         # the model then can compute the loss itself
         keeps_labels = loss == "token" and (model is None or (known is not None and known.is_divided))
         proves = prove == "first batch" or balanced.ranks_per_block > 1
-        steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if proves else None)
+        step_case = partial(case_of_loop, source, accelerator, collator, loss)
+        steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if proves else None, step_case)
         loader: PackedLoader | StreamLoader = source.loader(
             accelerator, collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
         )

@@ -7,32 +7,24 @@ documents of the first batch.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object, reduce
-from datasets.utils import tqdm
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention import (
-    Proof,
     ProveInTraining,
-    check_patched,
     has_local_weights,
     inner_model,
     input_device,
     patch_for_training,
     patch_model,
     predicts_tokens,
-    prove_on_batch,
-    prove_on_part,
-    prove_split_rows,
     prove_unpadding,
     refuse_seen_tails,
     route_of,
@@ -40,12 +32,10 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
-from hf_packing.training.losses import COUNTS, Batch, documents_in, part_of_row
 from hf_packing.training.model_loss import check_predicts_next
-from hf_packing.training.ranks import on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -217,69 +207,6 @@ def warn_of_shared_randomness(model: nn.Module) -> None:
             "each document",
             stacklevel=2,
         )
-
-
-@dataclass
-class FirstBatchProof:
-    """Proves isolation on the first batch in training mode, and on the first batch in evaluation mode.
-
-    A batch counts if any rank has several documents in it or, of rows on several ranks, any row. Before any of these
-    rows runs, short random documents have to prove that the model takes them. The main process prints one line for each
-    proof, and `print` shows what was proven so far.
-    """
-
-    proofs: dict[str, Proof] = field(default_factory=dict)
-    """What was proven on the rank with the most documents, by what it was proven on, as "the first training batch"."""
-
-    def check(self, model: nn.Module, batch: Batch, mode: str) -> None:
-        """Prove isolation on a batch, unless it is proven for this mode; all ranks call this together.
-
-        Args:
-            model: the model as it is trained, with the wrappers of accelerate.
-            batch: a packed batch on the model's device.
-            mode: "training" or "evaluation".
-
-        Raises:
-            ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
-            PackingError: the proof raised an error on another rank, of ranks that do not shard the model; or the batch
-                has lost which part of a row it is.
-        """
-        prove, on = prove_on_batch, f"the first {mode} batch"
-        if part := part_of_row(batch):
-            ranks = part.layout.num_ranks
-            if check_patched(model).facts.ranks_per_row != ranks:
-                self._require(f"{ranks} ranks", model, partial(prove_split_rows, model, ranks))
-            prove, on = prove_on_part, f"{on} on {ranks} ranks"
-        if on in self.proofs:
-            return
-        whole = {name: values for name, values in batch.items() if name != COUNTS}  # of documents that begin in a part
-        if reduce((documents_in(whole) > 1).int(), reduction="sum"):
-            self._require(on, model, partial(prove, model, batch, training=mode == "training"))
-
-    def _require(self, on: str, model: nn.Module, prove: Callable[[], Proof]) -> None:
-        """Make a proof on all ranks, and note what it was proven on, or raise an error on all ranks."""
-        inner = inner_model(model)
-        # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
-        proofs = gather_object([on_all_ranks(lambda _: prove()) if has_local_weights(inner) else prove()])
-        for rank, each in enumerate(proofs):
-            if each.problem:
-                on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
-                raise ModelNotSupportedError(
-                    f"{type(inner).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
-                    f"on {each.where}, {each.problem}. Short documents did not show this when the model was patched. "
-                    "Change the module, or train the model on padded batches without hf_packing"
-                )
-        self.proofs[on] = max(proofs, key=lambda each: each.documents)
-        if PartialState().is_main_process:
-            tqdm.write(self._line(on))  # print() would break the progress bar
-
-    def __str__(self) -> str:
-        if not self.proofs:
-            return "isolation: to be proven on the first batch"
-        return "\n".join(map(self._line, self.proofs))
-
-    def _line(self, on: str) -> str:
-        return f"isolation: proven on {on}: {self.proofs[on]}"
 
 
 def prepared_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -33,6 +33,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.rank_layout import lay_out
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
@@ -166,10 +167,16 @@ class PackedRows:
             yield row[0] if is_whole else None, rows.__getitems__([row])[0]
 
     def batch_of(self, documents: Sequence[Row], accelerator: Accelerator, collate: PackingCollator) -> Batch:
-        """Return the batch of some documents, with input_ids and labels, as training makes it."""
+        """Return the batch of some documents, with input_ids and labels, as training makes it. Of a row on several
+        ranks, every rank has as many tokens, so documents are cut."""
         if self.shares_prefixes:
             documents = trees_of_documents(documents)
-        return self._collator(accelerator, collate)(documents)
+        made = self._collator(accelerator, collate)
+        if isinstance(made, PartCollator):
+            ranks = self.sampler.batching.ranks_per_block
+            most = -(-sum(len(each[INPUT_IDS]) for each in documents) // ranks)
+            made = replace(made, lay_out=lambda lengths: lay_out(lengths, ranks, most, linear_cost=0))
+        return made(documents)
 
     def loader(
         self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any

@@ -20,17 +20,16 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
+from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.models import (
-    FirstBatchProof,
     check_takes_rows,
     patch_models,
     unpad_models,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import Reading, Source, open_source
-from hf_packing.training.step import FirstStepProof
 from hf_packing.training.step_counts import Predictions, StepCounts
 from hf_packing.training.whole_rows import WholeRows, find_loss_unit, pixels_per_patch_of, sizes_of_rows
 
@@ -162,7 +161,7 @@ class AttachedPacks(Attached):
         sft_trainer = sft_trainer_of(trainer)
         self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
         """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
-        self.first_batch_proof, self.first_step_proof = FirstBatchProof(), FirstStepProof()
+        self.first_batch_proof = FirstBatchProof()
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running, or was the last."""
         self.evaluation: TokenMean | None = None
@@ -189,7 +188,7 @@ class AttachedPacks(Attached):
 
     def __str__(self) -> str:
         if self.prove == "first batch":
-            return f"{self.first_batch_proof}\n{self.first_step_proof}"
+            return str(self.first_batch_proof)
         how = "on a small copy of the model" if self.prove == "small" else "when the model was patched"
         return f"isolation: proven {how}"
 
@@ -242,7 +241,6 @@ class AttachedPacks(Attached):
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove, self.batching.ranks_per_block)
         self.first_batch_proof.proofs.clear()  # of another model
-        self.first_step_proof.proofs.clear()
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)
@@ -292,7 +290,7 @@ class AttachedRows(Attached):
                 f"max_ranks_per_document: expected 1 for {type(trainer).__name__}, whose rows stay whole, got "
                 f"{batching.ranks_per_block}"
             )
-        self._loss_unit = loss_unit
+        self._loss_unit, self.first_batch_proof = loss_unit, FirstBatchProof()
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers
@@ -305,16 +303,30 @@ class AttachedRows(Attached):
         self.source = WholeRows(stock.dataset, sampler, stock.collate_fn)
 
     def __str__(self) -> str:
-        return f"the loss is a mean of {self.loss}\n{self.models}"
+        step = f"\n{self.first_batch_proof}" if self.prove == "first batch" else ""
+        return f"the loss is a mean of {self.loss}\n{self.models}{step}"
 
     def settle(self, trainer: Trainer) -> None:
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
+        self.first_batch_proof.proofs.clear()  # of another model
         """How each model of the trainer runs padded batches."""
-        parts = self.source.rows_to_check()
-        self.loss = find_loss_unit(trainer, self.kind, parts, self.source.collate, self._loss_unit)
+        checked = self.source.collate_parts()
+        assert checked is not None
+        self.loss, self.checked = find_loss_unit(trainer, self.kind, checked, self._loss_unit), checked
         self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:
         summary: EpochSummary = super().summary(trainer)
         dropped, lost = lost_pairs(trainer, trainer.train_dataset)
         return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)
+
+
+class AttachedBatches:
+    """The state of a trainer that keeps its own batches."""
+
+    def __init__(self, trainer: Any, prove: ProveInTraining) -> None:
+        self.kind = type(trainer)
+        """The trainer's class before attach."""
+        self.own_collator = self.collator = trainer.data_collator
+        self.prove = prove
+        self.first_batch_proof = FirstBatchProof()

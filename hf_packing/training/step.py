@@ -18,9 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accelerate import PartialState
+import torch
 from accelerate.utils import gather_object
-from datasets.utils import tqdm
 from torch import Tensor
 
 from hf_packing.attention import Step, StepDifference, StepRunner, compare
@@ -145,11 +144,12 @@ class _Steps(NamedTuple):
 
     @classmethod
     def of(cls, case: StepCase, of: Any) -> "_Steps":
-        run, unpacked, items = case.runner.run, case.unpacked(of, 0), case.sizes(of)[-1]
-        right, packed, noisy = run(unpacked, unpatched=True), run(case.packed(of)), None
+        items, noisy = case.sizes(of)[-1], None
+        packed, unpacked = _on_all_ranks(case, case.packed(of), unpatched=False), case.unpacked(of, 0)
+        right = _on_all_ranks(case, unpacked, unpatched=True)
         difference = compare(packed, right, case.runner.dtype)
         if differ := on_any_rank(difference.found and items > 0):
-            noisy = run(unpacked, unpatched=True, noisy=True)
+            noisy = case.runner.run(unpacked, unpatched=True, noisy=True)
             difference = compare(packed, right, case.runner.dtype, noisy)
             differ = on_any_rank(difference.found and items > 0)
         return cls(case, of, packed, right, noisy, difference, differ)
@@ -202,37 +202,26 @@ _MIXED = 1e-2
 """A loss is a sum over documents if the changes by two of them add up, to this share of the smaller change."""
 
 
+def _on_all_ranks(case: StepCase, compute: Callable[[], Tensor], unpatched: bool) -> Step:
+    """Run a step on all ranks, or raise an error on all of them: the user's own code may raise anything."""
+    step, failure = None, None
+    try:
+        step = case.runner.run(compute, unpatched)
+    except Exception as error:
+        failure = error
+    said = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+    if failure is not None and (not unpatched or isinstance(failure, torch.OutOfMemoryError)):
+        raise failure
+    if any(said):
+        raise PackingError(
+            "trainer: expected a loss that can be computed without packing, too, of a padded batch with input_ids, "
+            f"attention_mask and labels, but it raised {next(filter(None, said))}. If it is made for packed batches "
+            "alone, pass prove='model': its step is then compared with nothing"
+        ) from failure
+    assert step is not None
+    return step
+
+
 def on_any_rank(found: bool) -> bool:
     """Return whether `found` is True on any rank; all of them call this together."""
     return any(gather_object([found]))
-
-
-class FirstStepProof:
-    """Proves the step on the first batch in training mode, and the loss on the first one in evaluation mode."""
-
-    def __init__(self) -> None:
-        self.proofs: dict[str, StepReport] = {}
-        """What was proven, by what it was proven on."""
-
-    def check(self, mode: str, prove: Callable[[], StepReport]) -> None:
-        """Prove the step, unless it is proven for this mode; all ranks call this together.
-
-        Raises:
-            PackingError: the packed step is not the step that is made unpacked; raised on all ranks.
-        """
-        if (on := f"the first {mode} batch") in self.proofs:
-            return
-        reports = gather_object([prove()])
-        for rank, report in enumerate(reports):
-            if report.problem:
-                on_rank = f" on rank {rank}" if len(reports) > 1 else ""
-                raise PackingError(f"trainer: expected the step that it makes without attach{on_rank}, got {report}")
-        self.proofs[on] = reports[0]
-        if PartialState().is_main_process:
-            tqdm.write(self._line(on))  # print() would break the progress bar
-
-    def __str__(self) -> str:
-        return "\n".join(map(self._line, self.proofs)) or "step: to be proven on the first batch"
-
-    def _line(self, on: str) -> str:
-        return f"step: proven on {on}: {self.proofs[on]}"

@@ -2,17 +2,19 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer
 
-from hf_packing.attention import StepRunner, inner_model, input_device, pad_token_of
+from hf_packing.attention import StepRunner, check_patched, in_mode, inner_model, input_device, pad_token_of
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -22,6 +24,7 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABELS,
     MAX_LENGTHS,
+    POSITION_IDS,
     SEGMENT_COLUMNS,
     SEQ_IDX,
     TREE_COLUMNS,
@@ -29,13 +32,23 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.sampling.rows import trees_of_documents
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import Batch, Loss, documents_and_tokens, trees_of
-from hf_packing.training.model_loss import WholeStep
-from hf_packing.training.models import models_of
+from hf_packing.training.losses import (
+    COUNTS,
+    Batch,
+    Loss,
+    TokenMean,
+    documents_and_tokens,
+    labels_key,
+    part_of_row,
+    trees_of,
+)
+from hf_packing.training.model_loss import WholeStep, predicts_next
+from hf_packing.training.models import models_of, prepared_model
 from hf_packing.training.ranks import data_rank, on_all_ranks
-from hf_packing.training.step import StepCase
+from hf_packing.training.sources import PackedRows, Source
+from hf_packing.training.step import StepCase, StepReport, prove_step
 from hf_packing.training.step_counts import StepCounts
-from hf_packing.training.whole_rows import collate_rows, read_rows
+from hf_packing.training.whole_rows import CheckedRows, collate_rows, read_rows
 
 Document = dict[str, Tensor]
 """The columns of a document, each [1, tokens]."""
@@ -109,9 +122,10 @@ def documents_of(batch: Batch) -> list[Document]:
     return documents
 
 
-def _padded(documents: Sequence[Document], pad_token: int, more: int = 0) -> Batch:
+def _padded(documents: Sequence[Document], pad_token: int, more: int, multiple: int) -> Batch:
     """Return the documents as rows with padding on the right, of `more` tokens more than they need."""
     width = max(each[INPUT_IDS].shape[1] for each in documents) + more
+    width += -width % multiple
     fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token}
     masked = [{ATTENTION_MASK: torch.ones_like(each[INPUT_IDS]), **each} for each in documents]
     return {
@@ -133,7 +147,12 @@ _FEW_TOKENS = 64
 
 
 def chosen(
-    documents: Documents, most_tokens: int | None, predicts_next: bool, longest: int | None = None, equal: bool = False
+    documents: Documents,
+    most_tokens: int | None,
+    predicts_next: bool,
+    longest: int | None = None,
+    number: int | None = None,
+    equal: bool = False,
 ) -> Documents:
     """Return a few documents of a step, those with labels first, then short ones first, and parts of long ones.
 
@@ -142,24 +161,25 @@ def chosen(
         most_tokens: the number of tokens of a batch; None if it is not known.
         predicts_next: whether the first token of a document has no label.
         longest: the most tokens of a document; None for no limit.
+        number: the most documents; None for no limit.
         equal: whether all of them have to have the same number of tokens; then, they have other numbers of labels.
     """
     most = max(_FEW_TOKENS, (most_tokens or 0) // _SHARE)
     labels = [each[LABELS][0, int(predicts_next) :] != IGNORED_LABEL for each in documents.packed]
     lengths = [min(length, longest or length, most // _FEWEST) for length in documents.lengths]
-    usable = [number for number, length in enumerate(lengths) if length > 1]
-    order = sorted(usable, key=lambda number: (not labels[number].any(), lengths[number]))[:_MOST]
-    while len(order) > _FEWEST and max(lengths[number] for number in order) * len(order) > most:
+    usable = [each for each, length in enumerate(lengths) if length > 1]
+    order = sorted(usable, key=lambda each: (not labels[each].any(), lengths[each]))[: min(_MOST, number or _MOST)]
+    while len(order) > _FEWEST and max(lengths[each] for each in order) * len(order) > most:
         order.pop()
-    shortest = min((lengths[number] for number in order), default=0)
+    shortest = min((lengths[each] for each in order), default=0)
     places = []
-    for number in order:
-        length = shortest if equal else lengths[number]
-        first = int(labels[number].int().argmax())  # 0 without labels
-        begin = max(0, min(first - length // 2, documents.lengths[number] - length))
-        places.append((number, slice(begin, begin + length)))
+    for each in order:
+        length = shortest if equal else lengths[each]
+        first = int(labels[each].int().argmax())  # 0 without labels
+        begin = max(0, min(first - length // 2, documents.lengths[each] - length))
+        places.append((each, slice(begin, begin + length)))
     taken = documents.taken(places)
-    counts = [_items(each, predicts_next) - number for number, each in enumerate(taken.packed)]
+    counts = [_items(each, predicts_next) - place for place, each in enumerate(taken.packed)]
     return taken.with_labels([max(1, each) for each in counts], predicts_next) if equal else taken
 
 
@@ -178,13 +198,17 @@ class PackedCase(StepCase):
     """The most tokens of a document; None for no limit."""
     loss: Loss = "token"
 
-    def __init__(self, runner: StepRunner, predicts_next: bool) -> None:
-        self.runner, self.predicts_next = runner, predicts_next
+    def __init__(self, runner: StepRunner, collator: PackingCollator) -> None:
+        self.runner, self.predicts_next = runner, not collator.keep_first_labels
+        self.number = None if collator.max_segments is None else collator.max_segments - 1
+        """The most documents; None for no limit."""
+        self.multiple = lcm(collator.align_documents, collator.align_tokens)
+        """The width of padded rows is a multiple of this number of tokens."""
         self.inner = inner_model(runner.model)
         self.device = input_device(self.inner)
 
     def choose(self, without_padding: bool) -> Documents:
-        taken = chosen(self.documents, self.most_tokens, self.predicts_next, self.longest, without_padding)
+        taken = chosen(self.documents, self.most_tokens, self.predicts_next, self.longest, self.number, without_padding)
         if self.loss == "token":
             return taken
         # the mean over documents is the mean over labels, if all have as many
@@ -209,7 +233,10 @@ class PackedCase(StepCase):
 
     def padded(self, of: Documents, padding: int) -> Batch:
         """Return the documents as rows with padding on the right, on the device of the model."""
-        return send_to_device(_padded(of.own, pad_token_of(self.inner) or 0, padding), self.device)  # type: ignore[no-any-return]
+        batch = _padded(of.own, pad_token_of(self.inner) or 0, padding, self.multiple)
+        if check_patched(self.inner).method.positions:  # which a compute_loss may read
+            batch = {**batch, POSITION_IDS: torch.arange(batch[INPUT_IDS].shape[1]).expand_as(batch[INPUT_IDS])}
+        return send_to_device(batch, self.device)  # type: ignore[no-any-return]
 
 
 def _rows_of(documents: Sequence[Document]) -> list[dict[str, Any]]:
@@ -231,7 +258,8 @@ class TrainerCase(PackedCase):
 
     def __init__(self, trainer: Any, model: nn.Module, batch: Batch | None, training: bool) -> None:
         state = trainer.attached
-        super().__init__(_runner_of(trainer, model), not state.collator.keep_first_labels)
+        ranks = state.batching.ranks_per_block
+        super().__init__(_runner_of(trainer, model, ranks), state.collator)
         self.trainer, self.model, self.training = trainer, model, training
         self.stock = without_attach(trainer)
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
@@ -248,12 +276,14 @@ class TrainerCase(PackedCase):
         if batch is not None:
             documents = documents_of(batch)
             return Documents(documents, documents)
-        loader, packed, own = _own_loader(self.stock), [], []
-        for number, row in source.next_rows(_READ):
+        rows = [*source.next_rows(_READ)]
+        collate = _own_collate(self.stock) if any(number is not None for number, _ in rows) else None
+        packed, own = [], []
+        for number, row in rows:
             for document in documents_of(collator([row])):
                 packed.append(document)
-                known = None if number is None else _own_document(loader, number, document, self.predicts_next)
-                own.append(document if known is None else known)
+                batch = None if collate is None or number is None else collate(number)
+                own.append(document if batch is None else _own_document(batch, number, document, self.predicts_next))
         return Documents(packed, own)
 
     def packed(self, of: Documents) -> Callable[[], Tensor]:
@@ -261,7 +291,7 @@ class TrainerCase(PackedCase):
         batch = state.source.batch_of(_rows_of(of.packed), trainer.accelerator, state.collator)
         inputs = send_to_device(batch, device)
         if not self.training:
-            return lambda: copy.copy(trainer).packed_loss(self.model, inputs)
+            return lambda: _evaluated(copy.copy(trainer), self.model, inputs)
         own = torch.tensor(self.sizes(of)[-1], device=device)
         processes, ranks = trainer.accelerator.num_processes, data_rank(trainer.accelerator).world_size
         everywhere = trainer.accelerator.gather(own[None]).sum() * ranks / processes / state.batching.ranks_per_block
@@ -269,66 +299,189 @@ class TrainerCase(PackedCase):
         def loss() -> Tensor:
             asked = copy.copy(trainer)
             divisor = StepCounts().add(asked.counts_of([inputs, inputs], device))
-            found: Tensor = asked.packed_loss(self.model, inputs, num_items_in_batch=divisor)
-            return found * (2 * everywhere / (own.clamp(min=1) * ranks))
+            found = asked.packed_loss(self.model, inputs, num_items_in_batch=divisor)
+            return found * (2 * everywhere / (own.clamp(min=1) * ranks))  # type: ignore[no-any-return]
 
         return loss
 
     def unpacked(self, of: Documents, padding: int) -> Callable[[], Tensor]:
-        return _stock_loss(self.stock, self.model, self.padded(of, padding), self.training)
+        return _stock_loss(self.stock, self.model, self.padded(of, padding))
 
 
 class LoopCase(PackedCase):
-    """A step of your own training loop, of documents of a batch.
+    """A step of your own training loop.
 
     Args:
         model: a patched model, with or without wrappers.
-        batch: a packed batch, or one of trees, with labels.
+        documents: the documents to choose from.
+        collator: the collator of the loop.
+        collate: makes a packed batch of documents with it.
         function: computes the loss of a model and a batch; None for `compute_loss`, and the model's own loss unpacked.
         loss: what the loss is a mean over.
-        predicts_next: whether the logits of a token predict the next one.
+        most_tokens: the number of tokens of a batch.
+        ranks: number of ranks that run a row together.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        batch: Batch,
+        documents: Sequence[Document],
+        collator: PackingCollator,
+        collate: Callable[[Sequence[Any]], Batch],
         function: Callable[[nn.Module, Batch], Tensor] | None,
         loss: Loss,
-        predicts_next: bool,
+        most_tokens: int | None,
+        ranks: int = 1,
     ) -> None:
-        super().__init__(StepRunner(model), predicts_next)
-        self.model, self.function, self.loss = model, function, loss
-        self.most_tokens, self._makes_trees = batch[INPUT_IDS].shape[1], is_tree_batch(batch)
-        documents = documents_of(batch)
-        self.documents = Documents(documents, documents)
+        super().__init__(StepRunner(model, ranks_per_row=ranks), collator)
+        self.model, self.collate, self.function, self.loss, self.most_tokens = (
+            model,
+            collate,
+            function,
+            loss,
+            most_tokens,
+        )
+        self.documents = Documents([*documents], [*documents])
 
     def packed(self, of: Documents) -> Callable[[], Tensor]:
-        rows = _rows_of(of.packed)
-        batch = PackingCollator(not self.predicts_next)(trees_of_documents(rows) if self._makes_trees else rows)
-        inputs = send_to_device(batch, self.device)
-        if self.function is not None:
-            return lambda: self.function(self.model, inputs)
-        return lambda: WholeStep.of(self.model, inputs, self.loss).run(self.model)[0]
+        inputs, items = send_to_device(self.collate(_rows_of(of.packed)), self.device), self.sizes(of)[-1]
+        if (function := self.function) is not None:
+            return lambda: function(self.model, inputs)
+
+        def loss() -> Tensor:
+            step = WholeStep.of(self.model, inputs, self.loss)
+            return step.run(self.model)[0] * step.share_of(torch.tensor(max(1, items)))
+
+        return loss
 
     def unpacked(self, of: Documents, padding: int) -> Callable[[], Tensor]:
         inputs = self.padded(of, padding)
-        if self.function is not None:
-            return lambda: self.function(self.model, inputs)
+        if (function := self.function) is not None:
+            return lambda: function(self.model, inputs)
         return lambda: self.model(**inputs).loss
 
 
-def _runner_of(trainer: Any, model: nn.Module) -> StepRunner:
-    return StepRunner(model, [each for name, each in models_of(trainer).items() if name != "model"])
+def case_of_loop(
+    source: Source, accelerator: Accelerator, collator: PackingCollator, loss: Loss, model: nn.Module, batch: Batch
+) -> LoopCase:
+    """Return the case of a proof of the step of a loop that reads a source, and of which this is the first batch."""
+    batches = (collator([row]) for _, row in source.next_rows(_READ)) if isinstance(source, PackedRows) else [batch]
+    documents = [document for each in batches for document in documents_of(each)]
+
+    def collate(rows: Sequence[Any]) -> Batch:
+        return source.batch_of(rows, accelerator, collator)
+
+    part = part_of_row(batch)
+    ranks = part.layout.num_ranks if part else 1
+    return LoopCase(model, documents, collator, collate, None, loss, batch[INPUT_IDS].shape[1], ranks)
 
 
-def _stock_loss(stock: Any, model: nn.Module, inputs: Batch, training: bool) -> Callable[[], Tensor]:
+class RowsCase(StepCase):
+    """A step of a trainer whose rows stay whole, in two micro-batches of different rows.
+
+    Args:
+        trainer: the attached trainer.
+        model: the model as it is trained, with the wrappers of accelerate.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module) -> None:
+        self.trainer, self.model, self.runner = trainer, model, _runner_of(trainer, model)
+        self.device = input_device(inner_model(model))
+        self.source = trainer.attached.source
+
+    def choose(self, without_padding: bool) -> CheckedRows | None:
+        state = self.trainer.attached
+        checked: CheckedRows | None = self.source.collate_parts(equal=True) if without_padding else state.checked
+        return checked
+
+    def packed(self, of: CheckedRows) -> Callable[[], Tensor]:
+        trainer, device = self.trainer, self.device
+        inputs = send_to_device(self.source.counted(of), device)
+        own, ranks = sum(each[COUNTS][-1] for each in inputs), data_rank(trainer.accelerator).world_size
+
+        def loss() -> Tensor:
+            asked = copy.copy(trainer)
+            items = StepCounts().add(asked.counts_of(inputs, device))
+            losses = [asked.weighted_loss(self.model, each, num_items_in_batch=items) for each in inputs]
+            return sum(losses) * (items / (own * ranks))  # type: ignore[no-any-return]
+
+        return loss
+
+    def unpacked(self, of: CheckedRows, padding: int) -> Callable[[], Tensor]:
+        inputs = send_to_device(_with_padding(of.whole, padding), self.device)
+        return _stock_loss(without_attach(self.trainer), self.model, inputs)
+
+    def sizes(self, of: CheckedRows) -> tuple[int, int, int]:
+        counts = torch.stack([each[COUNTS] for each in self.source.counted(of)])
+        tokens, rows, _, units = counts.sum(0).tolist()
+        return rows, tokens, units
+
+
+class BatchCase(StepCase):
+    """A step of a trainer that keeps its own batches, whose padding is not computed.
+
+    Args:
+        trainer: the attached trainer.
+        model: the model as it is trained, with the wrappers of accelerate.
+        inputs: what the trainer computes the loss of.
+        options: further arguments of `compute_loss`.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module, inputs: Batch, options: dict[str, Any]) -> None:
+        self.stock, self.model, self.runner = without_attach(trainer), model, _runner_of(trainer, model)
+        self.inputs, self.options = inputs, options
+
+    def choose(self, without_padding: bool) -> Any:
+        return None if without_padding else self.inputs
+
+    def packed(self, of: Any) -> Callable[[], Tensor]:
+        return self.unpacked(of, 0)
+
+    def unpacked(self, of: Any, padding: int) -> Callable[[], Tensor]:
+        inputs = _with_padding(of, padding)
+        return lambda: copy.copy(self.stock).compute_loss(self.model, dict(inputs), **self.options)
+
+    def sizes(self, of: Any) -> tuple[int, int, int]:
+        masks = [each for name, each in of.items() if name.endswith(ATTENTION_MASK)]
+        rows = next(len(each) for each in of.values() if isinstance(each, Tensor) and each.ndim)
+        return rows, int(sum(each.sum() for each in masks)), rows
+
+
+def _with_padding(batch: Batch, padding: int) -> Batch:
+    """Return a padded batch with more padding on the right of everything that has a value for each token."""
+    mask = batch.get(ATTENTION_MASK, batch.get(INPUT_IDS))
+    if not padding or not isinstance(mask, Tensor):
+        return batch
+    fill = {LABELS: IGNORED_LABEL}
+    return {
+        name: F.pad(each, (0, padding), value=fill.get(name, 0))
+        if isinstance(each, Tensor) and each.shape == mask.shape
+        else each
+        for name, each in batch.items()
+    }
+
+
+def _runner_of(trainer: Any, model: nn.Module, ranks_per_row: int = 1) -> StepRunner:
+    others = [each for name, each in models_of(trainer).items() if name != "model"]
+    with trainer.accelerator.autocast():  # which wraps the forward of the model alone
+        return StepRunner(model, others, ranks_per_row)
+
+
+def _evaluated(trainer: Any, model: nn.Module, inputs: Batch) -> Tensor:
+    """Return the loss of a batch in an evaluation, without adding it to the one that is running."""
+    state = trainer.attached
+    running, state.evaluation = state.evaluation, TokenMean(trainer.args.device)
+    try:
+        return trainer.packed_loss(model, inputs)  # type: ignore[no-any-return]
+    finally:
+        state.evaluation = running
+
+
+def _stock_loss(stock: Any, model: nn.Module, inputs: Batch) -> Callable[[], Tensor]:
     """Return a function that computes the loss of a batch as a trainer does without attach, as a step of its own."""
 
     def loss() -> Tensor:
         asked = copy.copy(stock)
-        if not training:
-            return asked.compute_loss(model, dict(inputs))  # type: ignore[no-any-return]
         with as_one_micro_batch(asked):
             _, items = asked.get_batch_samples(iter([inputs]), 1, input_device(inner_model(model)))
             return asked.compute_loss(model, dict(inputs), num_items_in_batch=items)  # type: ignore[no-any-return]
@@ -366,19 +519,34 @@ _READ = 64
 """The most rows that documents are chosen from."""
 
 
-def _own_loader(stock: Any) -> Any:
-    """Return the loader that a trainer makes without attach, for its dataset and its collator."""
+def _own_collate(stock: Any) -> Callable[[int], Batch | None]:
+    """Return a function that returns what a trainer's own collator makes of a row of its dataset, alone, or None if it
+    makes no labels or cannot read the row, so that only attach can train on it."""
     loaders = stock.accelerator._dataloaders
     number = len(loaders)
-    with torch.random.fork_rng():  # making a loader may draw random numbers
-        loader = stock.get_train_dataloader()
-    del loaders[number:]
-    return loader
+    try:
+        with torch.random.fork_rng():  # making a loader may draw random numbers
+            loader = stock.get_train_dataloader()
+    except Exception:  # the trainer cannot read the dataset by itself
+        return lambda _: None
+    finally:
+        del loaders[number:]
+
+    def collate(row: int) -> Batch | None:
+        with suppress(Exception):  # a collator may raise anything
+            batch: Batch = collate_rows(loader.collate_fn, read_rows(loader.dataset, [row]))
+            return batch if LABELS in batch else None
+        return None
+
+    return collate
 
 
-def _own_document(loader: Any, number: int, document: Document, predicts_next: bool) -> Document:
-    """Return what the trainer's own collator makes of a document, alone."""
-    batch = collate_rows(loader.collate_fn, read_rows(loader.dataset, [number]))
+def _own_document(batch: Batch, number: int | None, document: Document, predicts_next: bool) -> Document:
+    """Return the document in a batch that has no other, without padding.
+
+    Raises:
+        PackingError: it has other tokens or labels than those that attach reads.
+    """
     ids = batch[INPUT_IDS]
     kept = batch[ATTENTION_MASK][0].bool() if ATTENTION_MASK in batch else torch.ones(ids.shape[1], dtype=torch.bool)
     own = {
@@ -405,3 +573,63 @@ def _first(values: Tensor, others: Tensor) -> str:
         return f"{values.shape[1]} values"
     place = int((values != others)[0].int().argmax())
     return f"{values[0, place : place + 4].tolist()} at token {place}"
+
+
+def check_step(
+    of: Any, batch: Batch | None = None, *, loss: Callable[[nn.Module, Batch], Tensor] | None = None
+) -> StepReport:
+    """Check whether a packed step has the loss and the gradients that the same documents have without packing.
+
+    A few documents make one step, packed, and one without packing on the models without their patches. Losses and the
+    gradients of all parameters are compared, up to the measured effect of rounding. Dropout is off, nothing is
+    stepped, and the models, the trainer and the random states are as before. All ranks call this together. `attach`
+    and `prepare_dataloader` with prove="first batch" make this check on the first batch.
+
+    Args:
+        of: a trainer after `attach`, whose class computes the loss without packing of what its own collator makes; or
+            a patched model.
+        batch: of a trainer that keeps its own batches, what it computes the loss of, such as a batch of rollouts; None
+            for the next batch of its dataloader. Of a model, a packed batch, as PackingCollator or a loader of
+            prepare_dataloader makes it.
+        loss: of a model, your own function of the model and a batch, which returns the mean loss of the batch, a
+            scalar. It gets packed batches, and padded ones with input_ids, attention_mask and labels. None to compare
+            `compute_loss` with the model's own loss.
+
+    Returns:
+        A report that says whether the steps are the same and, if not, how they differ and what is known of the cause.
+
+    Raises:
+        PackingError: the trainer is not attached, the model is not patched, or a loss cannot be computed.
+
+    Example:
+        >>> import hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 8]}])
+        >>> hfp.check_step(model, batch).same
+        True
+        >>> two_ahead = lambda model, batch: torch.nn.functional.cross_entropy(
+        ...     model(**batch).logits[:, :-2].transpose(1, 2), batch["labels"][:, 2:]
+        ... )
+        >>> import torch
+        >>> print(hfp.check_step(model, batch, loss=two_ahead).problem.rpartition("; ")[2])
+        the packed loss reads across documents: replacing one changes the loss of another
+    """
+    if isinstance(of, nn.Module):
+        check_patched(of)
+        if batch is None:
+            raise PackingError("batch: expected a packed batch beside a model, got None")
+        makes_trees, collator = is_tree_batch(batch), PackingCollator(not predicts_next(of))
+        documents = documents_of(batch if makes_trees else {**batch, LABELS: batch[labels_key(batch)]})
+
+        def collate(rows: Sequence[Any]) -> Batch:
+            return collator(trees_of_documents(rows) if makes_trees else rows)
+
+        return prove_step(LoopCase(of, documents, collator, collate, loss, "token", batch[INPUT_IDS].shape[1]))
+    state = getattr(of, "attached", None)
+    if state is None or loss is not None:
+        what = "a trainer after attach" if state is None else "no function beside a trainer, which computes its loss"
+        raise PackingError(f"{'of' if state is None else 'loss'}: expected {what}, got {type(of).__name__}")
+    model = prepared_model(of.accelerator, of.model)
+    with of.compute_loss_context_manager(), in_mode(model, training=True):
+        return prove_step(of.step_case(model, batch))

@@ -29,9 +29,8 @@ from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean, labels_k
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import STATE_FILE, ResumedStream, load_stream, save_state
-from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
-from hf_packing.training.step import StepReport, prove_step
-from hf_packing.training.step_cases import TrainerCase, as_one_micro_batch
+from hf_packing.training.state import TEST_DATASET, Attached, AttachedBatches, AttachedPacks, AttachedRows
+from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams import StreamedRows, StreamLoader
 
@@ -125,13 +124,17 @@ class PackedTrainer(AttachedTrainer):
             batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
             mode = "training" if model.training else "evaluation"
             state.first_batch_proof.check(model, batch, mode)
-            if state.prove == "first batch":
-                state.first_step_proof.check(mode, lambda: self._prove_step(model, inputs, mode == "training"))
+            if state.prove == "first batch" and (mode == "training" or not part_of_row(inputs)):
+                state.first_batch_proof.check_step(mode, lambda: self.step_case(model, inputs, mode == "training"))
         return self.packed_loss(model, inputs, return_outputs, num_items_in_batch, **named)
 
-    def _prove_step(self, model: nn.Module, inputs: Batch, training: bool) -> StepReport:
-        batch = inputs if not training or isinstance(self.attached.source, StreamedRows) else None
-        return prove_step(TrainerCase(self, model, batch, training), training)
+    def step_case(self, model: nn.Module, batch: Batch | None, training: bool = True) -> TrainerCase:
+        """Return the case of a proof of the step."""
+        if training and not isinstance(self.attached.source, StreamedRows):
+            batch = None  # of which the rows are read again
+        elif batch is None:
+            batch = next(iter(self.get_train_dataloader()))
+        return TrainerCase(self, model, batch, training)
 
     def packed_loss(
         self,
@@ -234,6 +237,24 @@ class WholeRowTrainer(AttachedTrainer):
         num_items_in_batch: Any = None,
         **named: Any,
     ) -> Any:
+        state = self.attached
+        if state.prove == "first batch" and num_items_in_batch is not None and model.training:
+            state.first_batch_proof.check_step("training", lambda: self.step_case(model))
+        return self.weighted_loss(model, inputs, return_outputs, num_items_in_batch, **named)
+
+    def step_case(self, model: nn.Module, _: Batch | None = None) -> RowsCase:
+        """Return the case of a proof of the step."""
+        return RowsCase(self, model)
+
+    def weighted_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+        **named: Any,
+    ) -> Any:
+        """Return the loss of a micro-batch by its share of the step, of which nothing has to be proven any more."""
         inputs = dict(inputs)
         counts = inputs.pop(COUNTS, None)
         with _gathering_uneven_tensors(self.accelerator):
@@ -251,6 +272,24 @@ class WholeRowTrainer(AttachedTrainer):
         share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
         loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
         return (loss, *outputs) if outputs else loss
+
+
+class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
+    """A Trainer with its own batches, whose padding is not computed."""
+
+    attached: AttachedBatches
+
+    def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **named: Any) -> Any:
+        if self.attached.prove == "first batch" and model.training:
+            named_items = {name: each for name, each in named.items() if name == ITEMS}
+            self.attached.first_batch_proof.check_step("training", lambda: self.step_case(model, inputs, **named_items))
+        return super().compute_loss(model, inputs, *args, **named)
+
+    def step_case(self, model: nn.Module, inputs: Batch | None, **options: Any) -> BatchCase:
+        """Return the case of a proof of the step on a batch, as the trainer computes the loss of it."""
+        if inputs is None:
+            inputs = next(iter(self.get_train_dataloader()))
+        return BatchCase(self, model, inputs, options)
 
 
 @contextmanager

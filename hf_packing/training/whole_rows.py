@@ -6,9 +6,8 @@ the collator gets this row alone.
 
 Micro-batches of a token budget have different numbers of rows and tokens. To weight the mean loss of each micro-batch
 correctly, one has to know the unit over which the loss is averaged: rows, labeled rows, labeled tokens or completion
-tokens. For trainers of TRL and heads of transformers, it stands in a table; for other losses, the user names it. One
-check follows: the loss of a few rows has to be the mean of the losses of two parts of them, weighted by the units in
-each.
+tokens. It is found by trial: the loss of a few rows has to be the mean of the losses of two parts of them, weighted by
+the units in each.
 """
 
 import copy
@@ -17,7 +16,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -31,11 +31,10 @@ from transformers import Trainer
 from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device
 from hf_packing.columns import ATTENTION_MASK, COMPLETION_MASK, IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.rows.token_columns import visible_columns
+from hf_packing.rows.token_columns import rows_of_each_value, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
-from hf_packing.training.checks import classes_of_trl
 from hf_packing.training.loader import batches_loader, on_device
 from hf_packing.training.losses import COUNTS, Batch
 
@@ -43,6 +42,17 @@ Collate = Callable[[list[Any]], Any]
 
 _SHORT_ROWS = 6
 """The most rows in the first part of the rows with which a loss is checked."""
+
+
+class CheckedRows(NamedTuple):
+    """Batches of a few rows with which the loss is checked."""
+
+    whole: Batch
+    """All rows."""
+    parts: Sequence[Batch]
+    """One or two parts of them."""
+    rows: Sequence[int]
+    """The number of rows in each part."""
 
 
 class WholeRows(torch.utils.data.Dataset[Any]):
@@ -69,37 +79,63 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         rows = read_rows(self.dataset, [number for number, _ in micro_batch])
         return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
 
-    def _collated(self, rows: Iterable[tuple[Any, bool]]) -> Batch:
+    def collated(self, rows: Iterable[tuple[Any, bool]]) -> Batch:
         """Return what the trainer's collator makes of rows, with counts of the batch."""
         most, rows = self.sampler.batching.most_tokens, list(rows)
         batch = self.collate([row for row, _ in rows])
-        tokens, squares = _tokens_and_squares(batch)
         assert most is not None
-        if tokens > most:
+        if (tokens := _tokens_and_squares(batch)[0]) > most:
             raise PackingError(
                 f"data_collator: expected at most {most} tokens in a micro-batch, as planned, got {tokens}"
                 ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
                 "attention_mask that is 0 on padding, and must not add tokens at random"
             )
-        real_rows = sum(not is_copy for _, is_copy in rows)
-        units = int(UNITS[self.unit](batch, real_rows)) if real_rows else 0
-        return {**batch, COUNTS: torch.tensor([tokens, real_rows, squares, units])}
+        return self._with_counts(batch, sum(not is_copy for _, is_copy in rows))
 
-    def rows_to_check(self) -> tuple[list[Any], list[Any]]:
+    def _with_counts(self, batch: Batch, rows: int) -> Batch:
+        """Return a batch of so many rows that are no copies with its counts."""
+        tokens, squares = _tokens_and_squares(batch)
+        units = int(UNITS[self.unit](batch, rows)) if rows else 0
+        return {**batch, COUNTS: torch.tensor([tokens, rows, squares, units])}
+
+    def collate_parts(self, equal: bool = False) -> "CheckedRows | None":
+        """Return the batches of `rows_to_check`, without counts; None if there are no rows."""
+        parts = [part for part in self._rows_to_check(equal) if part]
+        if not parts:
+            return None
+        whole, *parted = (dict(collate_rows(self.collate, rows)) for rows in ([*chain(*parts)], *parts))
+        return CheckedRows(whole, parted, [*map(len, parts)])
+
+    def counted(self, checked: "CheckedRows") -> list[Batch]:
+        """Return the parts with their counts."""
+        return [self._with_counts(*each) for each in zip(checked.parts, checked.rows, strict=True)]
+
+    def _rows_to_check(self, equal: bool = False) -> tuple[list[Any], list[Any]]:
         """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
 
-        The first part has the shortest rows, and the second part a long one, so that the parts have other numbers of
-        tokens for each row. The second part is empty if no two rows fit into a micro-batch.
+        They are the shortest rows, a row for each value of columns with few values, such as rare classes, and a long
+        row. The parts have other values and other numbers of tokens for each row. The second part is empty if no two
+        rows fit into a micro-batch.
+
+        Args:
+            equal: whether all of them have to have equally many tokens; both parts may then be empty.
         """
         tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
         assert most is not None
         by_length = np.argsort(tokens, kind="stable")
-        by_length = by_length[tokens[by_length] > 0]
-        taken = tokens[by_length].cumsum()
-        number = max(1, int((taken[:_SHORT_ROWS] <= most // 2).sum()))
-        long = by_length[tokens[by_length] <= most - taken[number - 1]][-1:]
-        parts = by_length[:number], long
-        return tuple(read_rows(self.dataset, part.tolist()) for part in parts)  # type: ignore[return-value]
+        by_length = by_length[(tokens[by_length] > 0) & (tokens[by_length] <= most)]
+        if equal:
+            lengths, counts = np.unique(tokens[by_length], return_counts=True)
+            by_length = by_length[tokens[by_length] == lengths[counts.argmax()]]
+            by_length = by_length[: len(by_length) if len(by_length) > 1 else 0]
+        usable = {*by_length.tolist()}
+        kinds = [number for number in rows_of_each_value(self.dataset) if number in usable][:_SHORT_ROWS]
+        rows = [*dict.fromkeys([*by_length[:1].tolist(), *kinds, *by_length[:_SHORT_ROWS].tolist()])]
+        rows = rows[: int((tokens[rows].cumsum() <= most).sum())]
+        long = by_length[tokens[by_length] <= most - tokens[rows].sum()][-1:].tolist()
+        second = [number for number in dict.fromkeys([*kinds, *long]) if number in {*rows[1:], *long} - {*rows[:1]}]
+        first = [number for number in rows if number not in second]
+        return tuple(read_rows(self.dataset, part) for part in (first, second))  # type: ignore[return-value]
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
@@ -107,7 +143,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
     def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
-        return on_device(batches_loader(self, self.sampler, self._collated, **options), accelerator)
+        return on_device(batches_loader(self, self.sampler, self.collated, **options), accelerator)
 
 
 def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
@@ -245,93 +281,56 @@ UNITS: dict[str, Callable[[Batch, int], Tensor]] = {
 }
 """The units of losses, and how they are counted in a collated batch of some rows of the dataset, an int64 scalar."""
 
-_OF_HEADS = {
-    "ForSequenceClassification": "labeled rows",
-    "ForMultipleChoice": "labeled rows",
-    "ForNextSentencePrediction": "labeled rows",
-    "ForTokenClassification": "labeled tokens",
-    "ForCausalLM": "labeled tokens but the first",
-    "ForConditionalGeneration": "labeled tokens but the first",
-}
-"""The units of transformers' own losses, by a part of the name of the model's class."""
-
-_OF_PAIRS = {
-    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
-    *("discopop", "sigmoid_norm"),
-}
-"""Losses of DPOTrainer that are means over pairs, each of which is a row."""
-
 _CLOSE = {torch.float64: 5e-7, torch.float32: 1e-5}
 """Largest relative difference between equal losses, by the dtype of the weights. Parts of a loss run in float32."""
-
-_WAY_OUT = "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
 
 
 def find_loss_unit(
     trainer: Trainer,
     kind: type[Trainer],
-    parts: tuple[Sequence[Any], Sequence[Any]],
-    collate: Collate,
+    checked: CheckedRows,
     named: str | None,
 ) -> str:
-    """Return the unit over which a trainer averages its loss, a key of UNITS, once it has passed the check.
+    """Return the unit over which a trainer averages its loss, a key of UNITS: the first for which the loss of some rows
+    is the mean of those of two parts of them.
 
     Args:
         trainer: a trainer whose models are patched.
         kind: the trainer's class without attach.
-        parts: rows of the training dataset in two parts, of which the first has at least one.
-        collate: the trainer's collator.
+        checked: batches of a few rows of the training dataset.
         named: the unit that the user has named; None if there is none.
     """
     what = f"{kind.__name__} with {type(inner_model(trainer.model)).__name__}"
     if not has_local_weights(trainer.model):
         raise PackingError(
-            "model: expected weights in memory, since attach has to compute the loss of a few rows to check what the "
+            "model: expected weights in memory, since attach has to compute the loss of a few rows to find what the "
             "loss is the mean of; call attach before the model is sharded"
         )
-    batches = [dict(collate_rows(collate, part)) for part in ([*parts[0], *parts[1]], *parts) if part]
-    known = _known_unit(trainer, kind, batches[0])
-    unit = known or named
-    if unit is None or (named or unit) != unit:
-        raise PackingError(
-            f"loss_unit: expected {known or 'one of ' + ', '.join(UNITS)}, what the loss of {what} is a mean of, got "
-            f"{named}. If the loss is none of these means, {_WAY_OUT}"
-        )
-    together, *losses = (loss_of_batch(trainer, kind, batch) for batch in batches)
-    counts = [float(UNITS[unit](batch, len(part))) for batch, part in zip(batches[1:], parts, strict=False)]
-    if len(counts) < 2 or not all(counts):  # nothing to compare
-        return unit
-    mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / sum(counts)
-    difference = abs(mean - together) / max(abs(together), *map(abs, losses), torch.finfo(torch.float32).tiny)
-    dtype = next(inner_model(trainer.model).parameters()).dtype
-    if not difference <= _CLOSE.get(dtype, 2e-2):  # in half precision; also if it is no number
-        raise PackingError(
-            f"trainer: expected a finite loss that is a mean over {unit}, but the loss of {what} is {together} on some "
-            f"rows, and {losses[0]} and {losses[1]} on two parts of them (relative difference to the weighted mean: "
-            f"{difference:.0e}), so its gradient depends on which rows share a micro-batch. {_WAY_OUT}"
-        )
-    return unit
+    together, *losses = (loss_of_batch(trainer, kind, batch) for batch in (checked.whole, *checked.parts))
+    if not all(map(math.isfinite, (together, *losses))):
+        raise PackingError(f"trainer: expected a finite loss, but the loss of {what} is {together} on some rows")
+    limit = _CLOSE.get(next(inner_model(trainer.model).parameters()).dtype, 2e-2)  # in half precision
+    limit *= max(abs(together), *map(abs, losses))
+    for unit in [named] if named else _units_of(checked.whole):
+        counts = [float(UNITS[unit](*each)) for each in zip(checked.parts, checked.rows, strict=True)]
+        mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / max(sum(counts), 1)
+        if len(counts) == 1 or (all(counts) and abs(mean - together) <= limit):
+            return unit
+    raise PackingError(
+        f"loss_unit: expected {'what' if named else 'a loss that is a mean over one of ' + ', '.join(UNITS) + ', but'} "
+        f"the loss of {what} is {f'a mean of, got {named!r}: it is ' if named else ''}{together} on some rows, and "
+        f"{' and '.join(map(str, losses))} on parts of them, so its gradient would depend on which rows share a "
+        "micro-batch. attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+    )
 
 
-def _known_unit(trainer: Any, kind: type[Trainer], batch: Batch) -> str | None:
-    """Return the unit of a loss of TRL or transformers, or None for another loss."""
-    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("builtins", "transformers", "trl")]
-    if trainer.compute_loss_func is not None or any("loss" in name for base in own for name in vars(base)):
-        return None
-    of_trl = {base.__name__ for base in classes_of_trl(kind)}
-    if "RewardTrainer" in of_trl:
-        return "rows"
-    if "DPOTrainer" in of_trl:
-        losses = set(trainer.loss_types)
-        return "tokens of chosen completions" if losses == {"sft"} else "rows" if losses <= _OF_PAIRS else None
-    model = type(inner_model(trainer.model))
-    if of_trl - {"SFTTrainer", "_BaseTrainer"} or not model.forward.__module__.startswith("transformers."):
-        return None
-    heads = (unit for part, unit in _OF_HEADS.items() for base in model.__mro__ if part in base.__name__)
-    unit, labels = next(heads, None), batch.get(LABELS)
-    if unit == "labeled rows" and isinstance(labels, Tensor) and labels.is_floating_point():
-        return "rows"  # regression, or several labels for each row
-    return unit
+def _units_of(batch: Batch) -> list[str]:
+    """Return the units that a batch may have, in the order in which they are tried: those of labels before rows."""
+    labels = batch.get(LABELS)
+    if isinstance(labels, Tensor):
+        of_labels = ["labeled rows"] if labels.ndim == 1 else ["labeled tokens but the first", "labeled tokens"]
+        return [*of_labels, "rows"]
+    return ["rows", *(["completion tokens", "tokens of chosen completions"] if COMPLETION_MASK in batch else [])]
 
 
 def loss_of_batch(trainer: Trainer, kind: type[Trainer], batch: Batch) -> float:

@@ -541,7 +541,7 @@ def with_more():
 def check(batch):
     """Every value is that of its token, in the dtype that models take, and 0 where tokens fill a batch."""
     tokens = batch["input_ids"]
-    own = batch["seq_idx"] >= 0 if "seq_idx" in batch else torch.ones_like(tokens, dtype=torch.bool)
+    own = batch["seq_idx"] >= 0 if "seq_idx" in batch else batch.get("attention_mask", torch.ones_like(tokens)) > 0
     zero = torch.zeros_like(tokens)
     assert torch.allclose(batch["weights"], torch.where(own, tokens / 100, zero.float()))
     assert torch.equal(batch["kinds"], torch.where(own, tokens % 7, zero))
@@ -557,13 +557,13 @@ class Checked(Trainer):
         if hasattr(self, "attached"):
             check(inputs)
             self.seen += 1
-            self.filled += int((inputs["seq_idx"] < 0).any())
+            self.filled += int((inputs.get("seq_idx", torch.zeros(1)) < 0).any())
         given = {name: inputs[name] for name in inputs if name not in ("weights", "kinds", "marked")}
         outputs = model(**given)
         labels = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
-        losses = F.cross_entropy(outputs.logits[0], labels[0], reduction="none")
-        weights = inputs.get("weights", torch.ones(1, len(losses)))[0].to(losses)
-        loss = losses @ weights / (1 if num_items_in_batch is None else num_items_in_batch)
+        losses = F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
+        weights = inputs.get("weights", torch.ones_like(losses)).to(losses)
+        loss = (losses * weights).sum() / (1 if num_items_in_batch is None else num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -600,10 +600,10 @@ class Weighted(LlamaForCausalLM):
         outputs = super().forward(input_ids, labels=None, **others)
         if labels is not None:
             targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-            losses = F.cross_entropy(outputs.logits[0], targets[0], reduction="none")
+            losses = F.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction="none")
             self.seen.append(weights)
             weights = torch.ones_like(labels) if weights is None else weights
-            outputs.loss = (losses @ weights[0].to(losses)) / (num_items_in_batch or (targets != -100).sum())
+            outputs.loss = (losses * weights.to(losses)).sum() / (num_items_in_batch or (targets != -100).sum())
         return outputs
 
 

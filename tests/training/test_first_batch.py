@@ -27,6 +27,7 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.attention import patch
 
+UNPROVEN = "isolation and the step: to be proven on the first batch"
 LENGTHS = [200, 40, 200, 7, 40, 120, 210, 33] * 2
 BUDGET = hfp.TokenBudget(900)
 LONG = {"max_position_embeddings": 1024, "num_hidden_layers": 1}
@@ -46,7 +47,7 @@ def test_attach_refuses_a_leak_before_the_first_step(tmp_path, regime):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     trainer = trainer_of(tmp_path, model=model, data=documents(), bf16=regime == "autocast")
     summary = hfp.attach(trainer, BUDGET)
-    assert str(summary).endswith("isolation: to be proven on the first batch")
+    assert str(summary).endswith(UNPROVEN)
     with pytest.raises(hfp.ModelNotSupportedError, match="the first batch shows that packed documents") as found:
         trainer.train()
     assert (f"the difference begins in {module}. Short documents" in str(found.value)) == (regime != "gradients")
@@ -73,19 +74,21 @@ def test_training_is_the_same_as_without_the_proof(tmp_path):
     assert len(losses[0]) == 2
 
 
-def test_a_batch_of_one_document_proves_nothing(tmp_path):
+def test_a_batch_of_one_document_proves_the_step_alone(tmp_path):
+    """Its documents are those of several batches."""
     trainer = trainer_of(tmp_path, model=patched(**LONG), data=documents([210] * 4), max_steps=1)
     summary = hfp.attach(trainer, hfp.TokenBudget(210))
     trainer.train()
-    assert str(summary).endswith("isolation: to be proven on the first batch")
+    assert str(summary).splitlines()[-1].startswith("step: proven on the first training batch: 3 documents of 63 tokens")
+    assert "isolation" not in str(summary)
 
 
 def test_the_first_batch_with_several_documents_counts():
     budget = hfp.TokenBudget(210, seed=4)  # the single document comes first
     loader = loader_of(documents([210, 100, 90]), budget, model=patched(**LONG))
     found = [(len(documents_in(batch)), str(loader.first_batch_proof)) for batch in loader]
-    assert found[0] == (1, "isolation: to be proven on the first batch")
-    assert found[1][1].startswith(f"{PROVEN}training batch: 2 documents of up to 100 tokens, 190 in all")
+    assert "isolation" not in found[0][1]
+    assert f"{PROVEN}training batch: 2 documents of up to 100 tokens, 190 in all" in found[1][1]
 
 
 PROVEN = "isolation: proven on the first "
@@ -101,10 +104,12 @@ def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
         trainer.train()
         trainer.evaluate(documents(LENGTHS[:8]))
     proven = trainer.attached.first_batch_proof
-    printed = [line for line in capsys.readouterr().out.splitlines() if "isolation" in line]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "proven on" in line]
     assert printed == str(proven).splitlines()
-    assert [line.split(" batch")[0] for line in printed] == [f"{PROVEN}training", f"{PROVEN}evaluation"]
-    assert f": {proven.proofs['the first training batch'].documents} documents of up to " in printed[0]
+    assert [line.split(" batch")[0] for line in printed] == [
+        f"{what}: proven on the first {mode}" for mode in ("training", "evaluation") for what in ("isolation", "step")
+    ]
+    assert f": {proven.proofs[PROVEN + 'training batch'].documents} documents of up to " in printed[0]
     assert "in training mode and float32; no document changes the logits or gradients of another" in printed[0]
     assert str(summary).endswith("\n".join(printed))
 

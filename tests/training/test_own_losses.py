@@ -94,9 +94,10 @@ class Mean(Trainer):
     """Knows only the number of micro-batches, as was usual before Trainer passed the number of items."""
 
     def compute_loss(self, model, inputs, **_):
-        labels = inputs["labels"][0, 1:]
+        labels = inputs["labels"][:, 1:].flatten()
         inputs = {name: each for name, each in inputs.items() if name != "labels"}
-        return F.cross_entropy(model(**inputs).logits[0, :-1], labels) / self.args.gradient_accumulation_steps
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels) / self.args.gradient_accumulation_steps
 
 
 class PopsLabels(Trainer):
@@ -161,7 +162,7 @@ def smoothed(of: Alone):
 
 
 def by_function(outputs, labels, num_items_in_batch=None):
-    losses = F.cross_entropy(outputs.logits[0, :-1], labels[0, 1:], reduction="none")
+    losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     return losses.sum() / num_items_in_batch + 0.01 * outputs.logits.square().mean()
 
 
