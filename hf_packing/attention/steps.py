@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_packing.attention.model import embedding_of, has_local_weights, inner_model, is_compiled
+from hf_packing.attention.model import configurations, embedding_of, has_local_weights, inner_model, is_compiled
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
     WeightSnapshot,
@@ -49,6 +49,8 @@ class StepRunner:
         self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.dtype = self.runners[0].dtype
         """The least precise dtype that the model computes in, with the autocast that is on now."""
+        self.without_router_losses = False
+        """Whether models compute no losses of routers, which differ by design where documents share prefixes."""
 
     @contextmanager
     def undisturbed(self, training: bool) -> Iterator[None]:
@@ -63,6 +65,10 @@ class StepRunner:
                 stack.enter_context(nullcontext() if is_compiled(model) else weights)
                 stack.enter_context(restored(*model.modules()))
                 stack.enter_context(without_randomness(inner_model(model)))
+            for config in configurations(inner_model(self.model)) if self.without_router_losses else ():
+                if before := getattr(config, "output_router_logits", False):
+                    config.output_router_logits = False
+                    stack.callback(setattr, config, "output_router_logits", before)
             if self.model.training != training:
                 stack.enter_context(in_mode(self.model, training))
             if isinstance(self.model, DistributedDataParallel):

@@ -37,6 +37,11 @@ _PICTURES = {"image", "images", "pixel_values"}
 """Columns of pictures, as collators of TRL and processors of transformers name them."""
 
 
+_SORTING = {"aot", "aot_unpaired"}
+"""Losses of DPOTrainer that sort the pairs of a batch by what the models say of them. Few pairs show this seldom, above
+all before the training, when the models are the same."""
+
+
 @overload
 def attach(
     trainer: Any, batching: None, *, prove: ProveInTraining = ..., share_prefixes: bool | int = ...
@@ -236,6 +241,11 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
         raise PackingError(f"length_schedule: expected None for whole rows, got {batching.length_schedule}")
     if loss_unit not in (None, *UNITS):
         raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
+    if found := _SORTING.intersection(getattr(trainer, "loss_types", ())):
+        raise PackingError(
+            f"loss_type: expected a loss that is a mean over pairs, got {min(found)!r}, which sorts the pairs of a "
+            "micro-batch. attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+        )
     if getattr(trainer, "aux_loss_enabled", False):
         raise PackingError(
             f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of "

@@ -264,6 +264,8 @@ class TrainerCase(PackedCase):
         self.stock = without_attach(trainer)
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
+        if state.source.shares_prefixes:
+            self.runner.without_router_losses, self.stock.aux_loss_enabled = True, False
         self.documents = on_all_ranks(lambda _: self._documents(batch))
 
     def _documents(self, batch: Batch | None) -> Documents:
@@ -320,6 +322,7 @@ class LoopCase(PackedCase):
         loss: what the loss is a mean over.
         most_tokens: the number of tokens of a batch.
         ranks: number of ranks that run a row together.
+        makes_trees: whether documents share prefixes in the batch.
     """
 
     def __init__(
@@ -332,6 +335,7 @@ class LoopCase(PackedCase):
         loss: Loss,
         most_tokens: int | None,
         ranks: int = 1,
+        makes_trees: bool = False,
     ) -> None:
         super().__init__(StepRunner(model, ranks_per_row=ranks), collator)
         self.model, self.collate, self.function, self.loss, self.most_tokens = (
@@ -341,7 +345,7 @@ class LoopCase(PackedCase):
             loss,
             most_tokens,
         )
-        self.documents = Documents([*documents], [*documents])
+        self.documents, self.runner.without_router_losses = Documents([*documents], [*documents]), makes_trees
 
     def packed(self, of: Documents) -> Callable[[], Tensor]:
         inputs, items = send_to_device(self.collate(_rows_of(of.packed)), self.device), self.sizes(of)[-1]
@@ -373,7 +377,9 @@ def case_of_loop(
 
     part = part_of_row(batch)
     ranks = part.layout.num_ranks if part else 1
-    return LoopCase(model, documents, collator, collate, None, loss, batch[INPUT_IDS].shape[1], ranks)
+    return LoopCase(
+        model, documents, collator, collate, None, loss, batch[INPUT_IDS].shape[1], ranks, source.shares_prefixes
+    )
 
 
 class RowsCase(StepCase):
@@ -625,7 +631,9 @@ def check_step(
         def collate(rows: Sequence[Any]) -> Batch:
             return collator(trees_of_documents(rows) if makes_trees else rows)
 
-        return prove_step(LoopCase(of, documents, collator, collate, loss, "token", batch[INPUT_IDS].shape[1]))
+        return prove_step(
+            LoopCase(of, documents, collator, collate, loss, "token", batch[INPUT_IDS].shape[1], 1, makes_trees)
+        )
     state = getattr(of, "attached", None)
     if state is None or loss is not None:
         what = "a trainer after attach" if state is None else "no function beside a trainer, which computes its loss"

@@ -133,9 +133,11 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         rows = [*dict.fromkeys([*by_length[:1].tolist(), *kinds, *by_length[:_SHORT_ROWS].tolist()])]
         rows = rows[: int((tokens[rows].cumsum() <= most).sum())]
         long = by_length[tokens[by_length] <= most - tokens[rows].sum()][-1:].tolist()
-        second = [number for number in dict.fromkeys([*kinds, *long]) if number in {*rows[1:], *long} - {*rows[:1]}]
-        first = [number for number in rows if number not in second]
-        return tuple(read_rows(self.dataset, part) for part in (first, second))  # type: ignore[return-value]
+        second = {*rows[2::3], *kinds, *long} - {*rows[:1]}
+        parts = [
+            [each for each in dict.fromkeys([*rows, *long]) if (each in second) is later] for later in (False, True)
+        ]
+        return tuple(read_rows(self.dataset, part) for part in parts)  # type: ignore[return-value]
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""

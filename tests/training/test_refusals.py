@@ -273,8 +273,8 @@ WHOLE_ROWS = [
     ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
     *(
-        ("loss_unit", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
-        for losses in (["sigmoid", "sft"], ["aot"])
+        (name, lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
+        for name, losses in (("loss_unit", ["sigmoid", "sft"]), ("loss_type", ["aot"]))
     ),
     ("max_length", lambda of: hfp.attach(precomputing(of), hfp.TokenBudget(400))),
     *(
