@@ -80,7 +80,7 @@ from hf_packing.attention.report import IsolationReport, check_isolation, predic
 from hf_packing.attention.route import is_patched, refuse_seen_tails, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
-from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
+from hf_packing.attention.snapshot import in_mode, restored_random_state
 from hf_packing.attention.split_row import block_of
 from hf_packing.attention.steps import Step, StepDifference, StepRunner, compare
 
@@ -117,7 +117,6 @@ __all__ = [
     "random_documents",
     "refuse_copied_labels",
     "refuse_seen_tails",
-    "restored",
     "restored_random_state",
     "route_of",
     "sees_labels",

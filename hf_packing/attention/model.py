@@ -218,7 +218,7 @@ def weights_location(model: nn.Module) -> str:
     for module in model.modules():
         if is_fsdp(module):
             return "sharded over processes"
-        for parameter in module.parameters(recurse=False):
+        for parameter in filter(torch.is_tensor, module._parameters.values()):
             if hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor":
                 return "sharded over processes"
             if parameter.is_meta and not hasattr(module, "_hf_hook"):

@@ -105,9 +105,8 @@ class Runner:
         half = {each.dtype for each in tensors} & {*HALF_PRECISION}
         self._dtypes = half or ({torch.bfloat16} if getattr(self.model, "is_quantized", False) else set())
         """The dtypes of weights in half precision, and those of embedded tokens in earlier runs."""
-        self._weights = WeightSnapshot(self.model)
+        self._outermost = model
         self._modules = ModuleSnapshot(*self.model.modules())
-        self._watched: set[bool] = set()
         self._is_in_series = False
 
     @property
@@ -138,6 +137,7 @@ class Runner:
             if not (keeps_modes and training and self.model.training):
                 stack.enter_context(in_mode(self.model, training))
             stack.enter_context(torch.set_grad_enabled(training))  # some models check this in training mode
+            self._weights, self._is_watched = WeightSnapshot(self._outermost), False
             stack.callback(self._weights.restore)
             if training:
                 stack.enter_context(without_randomness(self.model))
@@ -166,8 +166,7 @@ class Runner:
         given = {name: value for name, value in inputs.items() if name in read or self.signature.takes(name)}
         if self.model.training or self._is_in_series:  # else, random numbers would be a fault
             seed_all(self.seed)
-        is_known = self.is_compiled or self.model.training in self._watched  # slow, and would compile again
-        self._watched.add(self.model.training)
+        is_known, self._is_watched = self.is_compiled or self._is_watched, True  # slow, and would compile again
         restored = nullcontext() if self._is_in_series else self._restored()
         with restored, nullcontext() if is_known else self._weights:
             return self.called(**given)

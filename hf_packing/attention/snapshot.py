@@ -1,12 +1,16 @@
 """Restore the state of a model and of random generators after a run of the model, and switch off randomness."""
 
+import builtins
+import gc
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from operator import is_
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.model import configurations
+from hf_packing.attention.model import configurations, has_local_weights
 
 _CHANGED_IN_PLACE = (
     "_buffers",
@@ -63,7 +67,7 @@ class ModuleSnapshot:
         self._before = list(map(dict, self._dictionaries))
         self._values = self._values_now()
         own = [(name, own[name]) for own in owners for name in own.keys() - OF_EVERY_MODULE]
-        self._collections = [(name, each, copy(each)) for name, each in own if isinstance(each, _COLLECTIONS)]
+        self._collections = [(name, each, _items(each)) for name, each in own if isinstance(each, _COLLECTIONS)]
 
     def _values_now(self) -> list[Any]:
         """Return all values of the dictionaries as a flat list, which is fast to compare."""
@@ -97,8 +101,7 @@ class ModuleSnapshot:
         for name, each, kept in self._collections:
             if not _have_same_items(each, kept):
                 changed[name] = copy(each)
-                each.clear()
-                (each.update if isinstance(each, (dict, set)) else each.extend)(kept)
+                _refill(each, kept)
         return changed
 
 
@@ -106,6 +109,15 @@ def _have_same_items(one: Any, other: Any) -> bool:
     """Return whether two collections consist of the same objects."""
     pairs = [(one, other), (one.values(), other.values())] if isinstance(one, dict) else [(one, other)]
     return len(one) == len(other) and all(all(map(is_, *pair)) for pair in pairs)
+
+
+def _items(collection: Any) -> Any:
+    return dict(collection) if isinstance(collection, dict) else [*collection]
+
+
+def _refill(collection: Any, items: Any) -> None:
+    collection.clear()
+    (collection.update if isinstance(collection, (dict, set)) else collection.extend)(items)
 
 
 @contextmanager
@@ -128,10 +140,102 @@ def restored(*modules: nn.Module) -> Iterator[dict[str, Any]]:
         changed |= snapshot.restore()
 
 
-_SMALL_BUFFER = 2**20
-"""`WeightSnapshot` copies a buffer in advance if the buffer has at most this number of entries. Some kernels, such as
-BatchNorm's, write to small buffers without a call that `WeightSnapshot` could intercept. Larger buffers are tables, or
-the weights of quantized models, and such kernels do not write to them."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Names of the module attributes with the hooks that may run in a proof. Those of all modules have the same names after
+"_global"."""
+
+_LEVELS, _MANY, _HUGE = 5, 1000, 1_000_000
+"""`ObjectSnapshot` follows references over this number of levels, follows this number of references of each object, and
+takes larger collections for data."""
+
+_OPAQUE = (type, ModuleType, CodeType, PreTrainedConfig, str, bytes, int, float, np.ndarray)
+"""Classes of objects that `ObjectSnapshot` leaves out. Proofs change configurations themselves."""
+
+_TRANSPARENT = (tuple, CellType, MethodType, BuiltinMethodType, partial)
+"""Classes of objects that count as no level of their own."""
+
+_SHARED = ("notify", "fileno", "is_alive")
+"""Names of methods of locks that threads wait for, of files, and of threads and processes. What has one of these must
+not change behind its back."""
+
+
+class ObjectSnapshot:
+    """What some objects hold at one moment: attributes, the items of collections, and the variables of functions, with
+    the global ones that their code names. The objects in these follow, but neither data nor what this package made.
+
+    Args:
+        roots: the objects, such as hooks.
+        without: objects that are left out.
+    """
+
+    def __init__(self, roots: Iterable[Any], without: Iterable[Any]) -> None:
+        self.tensors: list[Tensor] = []
+        """The tensors that were found, whose values are not kept."""
+        self._kept: list[tuple[Any, Any]] = []
+        """Collections, and dictionaries of attributes, with the items that they had."""
+        self._undo: list[Callable[[], None]] = []
+        """Functions that write the old values of variables."""
+        known, level = {id(vars(builtins)), *map(id, without)}, [*roots]
+        for _ in range(_LEVELS):
+            inner: list[Any] = []
+            while level:
+                each = level.pop()
+                if id(each) not in known and not isinstance(each, _OPAQUE):
+                    known.add(id(each))
+                    following = level if isinstance(each, _TRANSPARENT) else inner
+                    following += islice(self._add(each, known), _MANY)
+            level = inner
+
+    def _add(self, each: Any, known: set[int]) -> Iterable[Any]:
+        """Keep what an object holds, and return the objects that it refers to."""
+        if isinstance(each, Tensor):
+            self.tensors.append(each)
+            return ()
+        if isinstance(each, _COLLECTIONS):
+            self._kept += [(each, _items(each))] if len(each) <= _HUGE else []
+            return each.values() if isinstance(each, dict) else each
+        attributes, made_by = getattr(each, "__dict__", {}), str(getattr(each, "__module__", ""))
+        is_shared = any(hasattr(type(value), name) for value in attributes.values() for name in _SHARED)
+        if is_shared or made_by.startswith(_THIS_PACKAGE):
+            return ()
+        known.add(id(attributes))  # before they are found
+        self._kept.append((attributes, _items(attributes)))
+        found = [vars(type(each)).get("__call__"), *attributes.values()]
+        if isinstance(each, (FunctionType, *_TRANSPARENT)):
+            found += gc.get_referents(each)
+        if isinstance(each, CellType):
+            self._undo += [partial(setattr, each, "cell_contents", value) for value in gc.get_referents(each)]
+        if isinstance(each, FunctionType):
+            outside = each.__globals__
+            known.add(id(outside))
+            values = {name: outside[name] for name in _names_in(each.__code__) if name in outside}
+            self._undo.append(partial(outside.update, values))
+            # functions of other files work for other callers, too
+            found += [value for value in values.values() if getattr(value, "__globals__", outside) is outside]
+        return found
+
+    def restore(self) -> bool:
+        """Undo all changes, and return whether collections or attributes had changed."""
+        changed = [(each, items) for each, items in self._kept if not _have_same_items(each, items)]
+        for each, items in changed:
+            _refill(each, items)
+        for undo in self._undo:
+            undo()
+        return bool(changed)
+
+
+_THIS_PACKAGE = __package__.partition(".")[0] + "."
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Return the names in the code of a function and of those inside it."""
+    return [*code.co_names, *chain(*(_names_in(each) for each in code.co_consts if isinstance(each, CodeType)))]
+
+
+_SMALL = 2**16
+"""`WeightSnapshot` copies buffers, and tensors that hooks hold, in advance if they have at most so many entries. Some
+kernels, such as BatchNorm's, write to small buffers without a call that `WeightSnapshot` could intercept, and hooks
+also run in backward passes. Larger buffers are tables, or the weights of quantized models."""
 
 
 class WeightSnapshot(TorchFunctionMode):
@@ -139,55 +243,107 @@ class WeightSnapshot(TorchFunctionMode):
 
     `restore` writes the old values back. Some modules write to their parameters or buffers when they run: RWKV rescales
     its weights when it first runs in evaluation mode, and BatchNorm updates its moving averages. Small buffers are
-    copied earlier, when the snapshot is created.
+    copied earlier, when the snapshot is created. Quantized layers may also give a weight other data or other
+    attributes; the old ones are restored, unless the weights are sharded.
 
     Args:
         model: the model whose parameters and buffers are copied.
+        probed: whether to copy small buffers in advance, and to restore what the hooks of the model hold.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, probed: bool = True) -> None:
         super().__init__()
         self._not_copied: dict[int, list[Tensor]] = {}
         """Maps the address of a storage to the tensors in this storage that have not been copied yet."""
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for tensor in (*model.parameters(), *model.buffers()):
-            if type(tensor) not in (nn.Parameter, Tensor) or not tensor.numel() or tensor.is_meta:
+        self._data: list[tuple[Tensor, Tensor, bool]] = []
+        """Tensors with the data, and the need of a gradient, that they had."""
+        self._is_probed, is_local = probed, has_local_weights(model)
+        modules, parameters, buffers = [*model.modules()], [*model.parameters()], [*model.buffers()]
+        owners = [*map(vars, modules)]
+        held: list[Any] = [*map(vars, parameters), *(own["_parameters"] for own in owners)]
+        others = [own[name] for own in owners for name in own.keys() - OF_EVERY_MODULE]
+        if probed:
+            owners.append({name: vars(nn.modules.module)["_global" + name] for name in _HOOKS})
+            others += [hook for own in owners for name in _HOOKS for hook in own[name].values()]
+        self._of_weights, self._of_modules = (
+            ObjectSnapshot(roots if is_local else (), (*modules, *parameters)) for roots in (held, others)
+        )
+        inside = self._of_modules.tensors
+        for tensor in (*parameters, *buffers, *self._of_weights.tensors, *inside):
+            data = tensor.data
+            if type(data) is not Tensor or not data.numel() or data.is_meta:
                 continue
-            if type(tensor) is Tensor and tensor.numel() <= _SMALL_BUFFER:
-                self._copies.append((tensor, tensor.detach().clone()))
-            else:
-                self._not_copied.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+            self._data += [(tensor, data, tensor.requires_grad)] if is_local else []
+            self._not_copied.setdefault(data.untyped_storage().data_ptr(), []).append(data)
+        for tensor in (*buffers, *inside) if probed else ():
+            if type(tensor) is Tensor and tensor.numel() <= _SMALL and not tensor.is_meta:
+                self._copy(tensor)
+
+    def _copy(self, tensor: Tensor) -> None:
+        """Copy the tensors in a storage, unless they were copied already."""
+        written = self._not_copied.pop(tensor.untyped_storage().data_ptr(), [])
+        self._copies += [(each, each.clone()) for each in written]
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if writes(getattr(function, "__name__", "")) and args and isinstance(args[0], Tensor):
-            written = self._not_copied.pop(args[0].untyped_storage().data_ptr(), [])
-            self._copies += [(tensor, tensor.detach().clone()) for tensor in written]
+            self._copy(args[0])
         return function(*args, **(kwargs or {}))
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
+        """Undo all changes, and return whether there were any."""
+        is_changed = self._of_weights.restore()
         with torch.no_grad():
+            for tensor, data, needs_gradient in self._data:
+                if tensor.dtype != data.dtype or not tensor.is_set_to(data):
+                    tensor.data, is_changed = data, True
+                if tensor.requires_grad != needs_gradient:
+                    tensor.requires_grad_(needs_gradient)
             for tensor, before in self._copies:
                 if not torch.equal(tensor, before):
+                    is_changed = True
                     tensor.copy_(before)
+        if is_changed or self._is_probed:
+            self._of_modules.restore()
+        return is_changed
 
 
 def writes(function: str) -> bool:
     """Return whether a torch function with this name changes its first argument in place, as `div_` and `__setitem__`
     do."""
-    return function.endswith("_") and (not function.endswith("__") or function.startswith(("__i", "__set")))
+    return function.endswith("_") and (not function.endswith("__") or function.startswith(("__i", "__seti")))
 
 
 @contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+def in_mode(model: nn.Module, training: bool, probed: bool = False) -> Iterator[None]:
     """Context manager: within the block, a model is in training or in evaluation mode. After the block, every module
-    has its own mode again, so that modules that the user has frozen in evaluation mode stay frozen."""
+    has its own mode again, so that modules that the user has frozen in evaluation mode stay frozen.
+
+    The model's own `train` and `eval` change the modes, and all weights are then as before. Layers may merge weights in
+    evaluation mode, for example, which cannot be undone exactly. If weights have changed, the modules are restored as
+    well, since their attributes may say so.
+
+    Args:
+        model: the model.
+        training: whether the mode is training mode.
+        probed: whether to restore the modules in any case, with what the hooks of the model have collected.
+    """
     before = [(module, module.training) for module in model.modules()]
+    weights, modules = WeightSnapshot(model, probed), ModuleSnapshot(*model.modules())
     try:
-        model.train(training)
+        with weights:
+            if any(mode != training for _, mode in before):
+                (model.train if training else model.eval)()
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        with weights:
+            for module, mode in before:
+                if module.training != mode:  # with the modules inside it, which come later
+                    (module.train if mode else module.eval)()
+        for module, mode in before:  # some modules keep a mode
+            module.training = mode
+        if weights.restore() or probed:
+            modules.restore()
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from hf_packing.attention import (
     input_device,
     is_patched,
     random_documents,
-    restored,
     restored_random_state,
     sees_labels,
     small_copy_of,
@@ -236,7 +235,7 @@ def _ask_about(model: PreTrainedModel, tokens: int) -> OwnLoss | None:
         divisor = {ITEMS: items} if takes_argument(model, ITEMS) else {}
         return model(**{**batch, LABELS: labels}, **divisor)
 
-    with restored(*model.modules()), in_mode(model, training=False), restored_random_state(device), torch.enable_grad():
+    with in_mode(model, training=False, probed=True), restored_random_state(device), torch.enable_grad():
         model.get_input_embeddings().register_forward_hook(_with_gradients)
         outputs, others = run(1), run(2)
     # logits of other things than tokens; padding of the vocabulary may be cut off

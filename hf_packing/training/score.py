@@ -149,7 +149,7 @@ def score(
     fewest = check_fewest_shared(share_prefixes)
     documents = _read(documents)
     inner = inner_model(model)
-    with patched(model), in_mode(model, training=False):
+    with patched(model):
         has_likelihoods = predicts_tokens(inner) and predicts_next(model) and not sees_labels(inner)
         if hidden is None and not has_likelihoods:
             raise PackingError(
@@ -172,7 +172,7 @@ def score(
         own = rows[rank::world_size]
         own += rows[:1] * (-(-len(rows) // world_size) - len(own))  # as many forwards on every process
         found = []
-        with torch.no_grad():
+        with in_mode(model, training=False), torch.no_grad():
             for row in tqdm(own, unit=" rows", disable=not progress or rank > 0):
                 places = {number: each for sequence, each in row.places() for number in numbers[sequence]}
                 found.append((list(places), _score_row(model, row, places, documents, hidden, has_likelihoods)))

@@ -342,6 +342,6 @@ def loss_of_batch(trainer: Trainer, kind: type[Trainer], batch: Batch) -> float:
     if hasattr(trainer, "_metrics"):  # in which trainers of TRL collect metrics
         asked._metrics = copy.deepcopy(asked._metrics)
     inputs = send_to_device(dict(batch), input_device(inner_model(trainer.model)))
-    with in_mode(trainer.model, training=False), torch.no_grad(), torch.random.fork_rng():
+    with in_mode(trainer.model, training=False, probed=True), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         return float(asked.compute_loss(trainer.model, inputs))

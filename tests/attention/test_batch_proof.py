@@ -1,5 +1,6 @@
 """Isolation proven on a real batch: planted leaks are found and named, and the model is left as it was."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -162,10 +163,12 @@ def test_a_leak_at_any_distance_reaches_a_document_that_is_kept():
 
 
 def test_ranks_with_any_number_of_documents_make_the_same_calls():
-    model, calls = patched(), []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    counts = [(calls.clear(), prove_on_batch(model, batch_with(lengths)), len(calls))[-1] for lengths in ([9], LENGTHS)]
-    assert counts == [6, 6]
+    model, calls, counts = patched(), np.zeros(1, int), []  # a proof would undo what a list collects
+    model.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    for lengths in ([9], LENGTHS):
+        prove_on_batch(model, batch_with(lengths))
+        counts.append(int(calls[0]))
+    assert counts == [6, 12]
 
 
 @pytest.mark.parametrize("distance", fast_only([1, 2, 4, -2], -2))
