@@ -4,7 +4,7 @@ A step is not stepped: gradients are taken and put aside, and hooks of the optim
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_packing.attention.model import configurations, embedding_of, has_local_weights, inner_model, is_compiled
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
+    ObjectSnapshot,
     WeightSnapshot,
     in_mode,
     restored,
@@ -41,10 +42,20 @@ class StepRunner:
         model: the model that is trained, as a training loop calls it.
         others: other models that the loss is computed with, such as a teacher.
         ranks_per_row: number of ranks that run a row together, each of which has a part of the loss.
+        holders: objects whose state a step may change, such as a trainer that collects metrics.
+        without: objects that they hold, and that no step changes.
     """
 
-    def __init__(self, model: nn.Module, others: Iterable[nn.Module] = (), ranks_per_row: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        others: Iterable[nn.Module] = (),
+        ranks_per_row: int = 1,
+        holders: Sequence[Any] = (),
+        without: Sequence[Any] = (),
+    ) -> None:
         self.model, self.models, self.ranks_per_row = model, [model, *others], ranks_per_row
+        self.holders, self.without = holders, without
         self.runners = [Runner(each) for each in self.models]
         self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.dtype = self.runners[0].dtype
@@ -59,6 +70,8 @@ class StepRunner:
         with ExitStack() as stack:
             stack.enter_context(restored_random_state(self.runners[0].device))
             stack.enter_context(torch.set_grad_enabled(training))
+            modules = [module for model in self.models for module in model.modules()]
+            stack.callback(ObjectSnapshot(self.holders, (*self.without, *modules)).restore)
             for model in self.models:
                 weights = WeightSnapshot(model)
                 stack.callback(weights.restore)

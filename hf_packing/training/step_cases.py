@@ -469,8 +469,18 @@ def _with_padding(batch: Batch, padding: int) -> Batch:
 
 def _runner_of(trainer: Any, model: nn.Module, ranks_per_row: int = 1) -> StepRunner:
     others = [each for name, each in models_of(trainer).items() if name != "model"]
+    names = (
+        "train_dataset",
+        "eval_dataset",
+        "accelerator",
+        "optimizer",
+        "lr_scheduler",
+        "callback_handler",
+        "attached",
+    )
+    without = [getattr(trainer, name, None) for name in names]
     with trainer.accelerator.autocast():  # which wraps the forward of the model alone
-        return StepRunner(model, others, ranks_per_row)
+        return StepRunner(model, others, ranks_per_row, (trainer, trainer.attached.kind.compute_loss), without)
 
 
 def _evaluated(trainer: Any, model: nn.Module, inputs: Batch) -> Tensor:
