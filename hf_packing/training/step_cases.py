@@ -467,20 +467,18 @@ def _with_padding(batch: Batch, padding: int) -> Batch:
     }
 
 
+_UNCHANGED = ("train_dataset", "eval_dataset", "accelerator", "optimizer", "callback_handler", "attached")
+"""Attributes of a trainer that `compute_loss` does not change, or that are data."""
+
+
 def _runner_of(trainer: Any, model: nn.Module, ranks_per_row: int = 1) -> StepRunner:
     others = [each for name, each in models_of(trainer).items() if name != "model"]
-    names = (
-        "train_dataset",
-        "eval_dataset",
-        "accelerator",
-        "optimizer",
-        "lr_scheduler",
-        "callback_handler",
-        "attached",
-    )
-    without = [getattr(trainer, name, None) for name in names]
+    kind = trainer.attached.kind
+    of_classes = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, (list, dict, set))]
+    holders = [vars(trainer), kind.compute_loss, *of_classes]
+    without = [getattr(trainer, name, None) for name in _UNCHANGED]
     with trainer.accelerator.autocast():  # which wraps the forward of the model alone
-        return StepRunner(model, others, ranks_per_row, (trainer, trainer.attached.kind.compute_loss), without)
+        return StepRunner(model, others, ranks_per_row, holders, without)
 
 
 def _evaluated(trainer: Any, model: nn.Module, inputs: Batch) -> Tensor:
