@@ -4,7 +4,7 @@ import builtins
 import gc
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -376,10 +376,10 @@ Examples are attention_dropout, layerdrop, router_jitter_noise and neftune_noise
 
 
 @contextmanager
-def without_randomness(model: PreTrainedModel) -> Iterator[None]:
+def without_randomness(model: PreTrainedModel, words: Sequence[str] = _RANDOM_SETTINGS) -> Iterator[None]:
     """Context manager: within the block, a model's dropout, layer dropping and noise are switched off, as far as their
-    probabilities and scales are settings. Training mode is not changed."""
-    before = [(owner, _random_settings(owner)) for owner in (*model.modules(), *configurations(model))]
+    probabilities and scales are settings with one of these words. Training mode is not changed."""
+    before = [(owner, _random_settings(owner, words)) for owner in (*model.modules(), *configurations(model))]
     try:
         for owner, settings in before:
             vars(owner).update(dict.fromkeys(settings, 0.0))
@@ -389,14 +389,43 @@ def without_randomness(model: PreTrainedModel) -> Iterator[None]:
             vars(owner).update(settings)
 
 
-def _random_settings(owner: Any) -> dict[str, float]:
+def _random_settings(owner: Any, words: Sequence[str]) -> dict[str, float]:
     """Return the attributes of a module or a configuration that are probabilities or noise scales, except zeros."""
     also = "p" if isinstance(owner, _DropoutNd) else None
     return {
         name: value
         for name, value in vars(owner).items()
-        if type(value) is float and value and (name == also or any(part in name for part in _RANDOM_SETTINGS))
+        if type(value) is float and value and (name == also or any(part in name for part in words))
     }
+
+
+class ConstantDraws(TorchFunctionMode):
+    """Context manager: within the block, uniform and normal random numbers are two values in turn along the width of
+    embedded tokens, and one value elsewhere.
+
+    Noise of which each token gets its own is then the same in any batch. Noise that depends on the size of the batch,
+    as that of NEFTune, is not.
+    """
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = function(*args, **(kwargs or {})), getattr(function, "__name__", "")
+        names = _PARAMETERS.get(name.partition("_like")[0])
+        if names is None:
+            return found
+        given = {} if name.startswith("rand") else dict(zip(names, args[1:], strict=False))
+        of = {"from": 0.0, "to": 1.0, "mean": 0.0, "std": 1.0} | given | (kwargs or {})
+        low, high = (of["from"], of["to"]) if "to" in names else (of["mean"] - of["std"], of["mean"] + of["std"])
+        found.fill_(low + 0.75 * (high - low))
+        if found.ndim > 2:
+            found[..., ::2] = low + 0.25 * (high - low)
+        return found
+
+
+_PARAMETERS = {
+    **dict.fromkeys(("uniform_", "rand"), ("from", "to")),
+    **dict.fromkeys(("normal_", "randn"), ("mean", "std")),
+}
+"""The parameters of the distributions of random functions."""
 
 
 def attention_of(model: PreTrainedModel) -> Attention:

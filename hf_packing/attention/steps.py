@@ -5,7 +5,7 @@ A step is not stepped: gradients are taken and put aside, and hooks of the optim
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_packing.attention.model import configurations, embedding_of, has_local_weights, inner_model, is_compiled
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
+    ConstantDraws,
     ObjectSnapshot,
     WeightSnapshot,
     in_mode,
@@ -75,9 +76,14 @@ class StepRunner:
             for model in self.models:
                 weights = WeightSnapshot(model)
                 stack.callback(weights.restore)
-                stack.enter_context(nullcontext() if is_compiled(model) else weights)
                 stack.enter_context(restored(*model.modules()))
-                stack.enter_context(without_randomness(inner_model(model)))
+                if is_compiled(model):
+                    stack.enter_context(without_randomness(inner_model(model)))
+                else:
+                    stack.enter_context(weights)
+                    stack.enter_context(without_randomness(inner_model(model), ("drop",)))
+            if not any(map(is_compiled, self.models)):
+                stack.enter_context(ConstantDraws())
             for config in configurations(inner_model(self.model)) if self.without_router_losses else ():
                 if before := getattr(config, "output_router_logits", False):
                     config.output_router_logits = False

@@ -72,10 +72,6 @@ _BY_DOCUMENT_MEANS: _Expected = {
     "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
 }
 
-WITHOUT_PADDING: _Expected = {
-    "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
-}
-
 
 def classes_of_trl(kind: type[Any]) -> list[type[Any]]:
     """Return a class of a trainer and its bases, as far as TRL defines them."""
@@ -134,7 +130,7 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
         )
     by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
-    check_values(trainer.args, _BY_PLANS | WITHOUT_PADDING | by_loss[loss])
+    check_values(trainer.args, _BY_PLANS | by_loss[loss])
 
 
 def check_values(args: Any, expected: _Expected) -> None:

@@ -34,7 +34,7 @@ from hf_packing.attention import (
 from hf_packing.checks import check_choice
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
-from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
+from hf_packing.training.checks import check_labels_are_hidden
 from hf_packing.training.model_loss import check_predicts_next
 
 
@@ -62,13 +62,12 @@ def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None
     """Patch the models of a trainer, and prove that they take padded batches; "first batch" stands for "model" here.
 
     Raises:
-        PackingError: the trainer has no model, or adds noise to embeddings; two models share a configuration; or the
+        PackingError: the trainer has no model; two models share a configuration; or the
             weights of a model are not in memory.
         ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
             rows can share prefixes.
     """
     check_choice("prove", prove, ProveInTraining)
-    check_values(getattr(trainer, "args", None), WITHOUT_PADDING)
     patch_models(trainer, "small" if prove == "small" else "model")
     described = {}
     for name, model in models_of(trainer).items():

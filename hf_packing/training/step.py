@@ -109,12 +109,10 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
     with case.runner.undisturbed(training):
         steps = _Steps.of(case, of)
         if steps.differ and not steps.padding_is_neutral():
-            if (of := case.choose(without_padding=True)) is None:
-                note = ", whose loss changes with padding, so nothing was compared"
-                steps = steps._replace(differ=False)
+            if (of := case.choose(without_padding=True)) is not None:
+                note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
             else:
-                note = ", of equal length, since padding changes the loss"
-                steps = _Steps.of(case, of)
+                note, steps = ", but nothing was compared, since padding changes the loss", steps._replace(differ=False)
         problem = steps.describe() if steps.differ else ""
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
@@ -123,7 +121,7 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         unpacked_loss=steps.unpacked.loss,
         documents=documents,
         tokens=tokens,
-        parameters=len(steps.unpacked.gradients),
+        parameters=0 if of is None else len(steps.unpacked.gradients),
         difference=steps.difference.largest,
         note=note,
     )

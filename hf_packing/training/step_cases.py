@@ -437,8 +437,8 @@ class BatchCase(StepCase):
         self.stock, self.model, self.runner = without_attach(trainer), model, _runner_of(trainer, model)
         self.inputs, self.options = inputs, options
 
-    def choose(self, without_padding: bool) -> Any:
-        return None if without_padding else self.inputs
+    def choose(self, without_padding: bool) -> Batch | None:
+        return _without_padding(self.inputs) if without_padding else self.inputs
 
     def packed(self, of: Any) -> Callable[[], Tensor]:
         return self.unpacked(of, 0)
@@ -451,6 +451,17 @@ class BatchCase(StepCase):
         masks = [each for name, each in of.items() if name.endswith(ATTENTION_MASK)]
         rows = next(len(each) for each in of.values() if isinstance(each, Tensor) and each.ndim)
         return rows, int(sum(each.sum() for each in masks)), rows
+
+
+def _without_padding(batch: Batch) -> Batch | None:
+    """Return a padded batch with only those columns in which every row has a token; None if there are none."""
+    shapes = {
+        each.shape: each.bool().all(0) for name, each in batch.items() if name.endswith("mask") and each.ndim == 2
+    }
+    if not shapes or not all(kept.any() for kept in shapes.values()):
+        return None
+    kept = ((name, each, shapes.get(getattr(each, "shape", None))) for name, each in batch.items())
+    return {name: each if columns is None else each[:, columns] for name, each, columns in kept}
 
 
 def _with_padding(batch: Batch, padding: int) -> Batch:
