@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
@@ -28,6 +29,7 @@ from hf_packing.columns import (
     SEGMENT_COLUMNS,
     SEQ_IDX,
     TREE_COLUMNS,
+    TREE_LABELS,
 )
 from hf_packing.errors import PackingError
 from hf_packing.sampling.rows import trees_of_documents
@@ -53,194 +55,133 @@ from hf_packing.training.whole_rows import CheckedRows, collate_rows, read_rows
 Document = dict[str, Tensor]
 """The columns of a document, each [1, tokens]."""
 
-
-class Documents(NamedTuple):
-    """The documents of a step, on two ways."""
-
-    packed: list[Document]
-    """As training reads them."""
-    own: list[Document]
-    """As the trainer's own collator makes them, each alone."""
-
-    def taken(self, places: Sequence[tuple[int, slice]]) -> "Documents":
-        """Return parts of some of the documents, given their indices and their tokens."""
-        return Documents(*([_part_of(side[number], part) for number, part in places] for side in self))
-
-    def with_labels(self, counts: Sequence[int], predicts_next: bool) -> "Documents":
-        """Return the documents with so many labels of each at most: the last ones."""
-        return Documents(
-            *(
-                [_with_labels(each, most, predicts_next) for each, most in zip(side, counts, strict=True)]
-                for side in self
-            )
-        )
-
-    @property
-    def lengths(self) -> list[int]:
-        return [each[INPUT_IDS].shape[1] for each in self.packed]
-
-
-def _part_of(document: Document, part: slice) -> Document:
-    return {name: each[:, part] for name, each in document.items()}
-
-
-def _with_labels(document: Document, most: int, predicts_next: bool) -> Document:
-    places = (document[LABELS][0] != IGNORED_LABEL).nonzero()[
-        int(predicts_next and document[LABELS][0, 0] != -100) :, 0
-    ]
-    labels = document[LABELS].clone()
-    labels[:, places[:-most]] = IGNORED_LABEL
-    return {**document, LABELS: labels}
-
-
 _NOT_OF_TOKENS = {*SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS}
 """Columns that say where documents are."""
 
 
 def documents_of(batch: Batch) -> list[Document]:
     """Return the documents of a packed batch or a batch of trees, without copies and filled tokens."""
-    columns = {
-        name: each
-        for name, each in batch.items()
-        if name not in _NOT_OF_TOKENS and isinstance(each, Tensor) and each.shape == batch[INPUT_IDS].shape
-    }
-    if is_tree_batch(batch):
-        trees, labels = trees_of(batch), batch["tree_labels"]
-        places = [torch.from_numpy(trees.path_of(end)) for end in batch[ENDS].tolist()]
-        trained = torch.from_numpy(documents_and_tokens(batch)[0]), torch.from_numpy(documents_and_tokens(batch)[1])
-        documents = []
-        for number, own in enumerate(places):
-            is_trained = torch.isin(own, trained[1][trained[0] == number]).to(labels.device)
-            document = {name: each[:, own] for name, each in columns.items()}
-            documents.append({**document, LABELS: labels[:, own].where(is_trained, IGNORED_LABEL)})
-        return documents
-    is_own, documents = batch[SEQ_IDX][0] >= 0, []
-    for begin, end in pairwise(batch[CU_SEQ_LENS[0]].tolist()):
-        own = is_own[begin:end]
-        if own.any():
-            documents.append({name: each[:, begin:end][:, own] for name, each in columns.items()})
-    return documents
-
-
-def _padded(documents: Sequence[Document], pad_token: int, more: int, multiple: int) -> Batch:
-    """Return the documents as rows with padding on the right, of `more` tokens more than they need."""
-    width = max(each[INPUT_IDS].shape[1] for each in documents) + more
-    width += -width % multiple
-    fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token}
-    masked = [{ATTENTION_MASK: torch.ones_like(each[INPUT_IDS]), **each} for each in documents]
-    return {
-        name: torch.cat(
-            [F.pad(each[name], (0, width - each[name].shape[1]), value=fill.get(name, 0)) for each in masked]
+    ids = batch[INPUT_IDS]
+    columns = {name: each for name, each in batch.items() if name not in _NOT_OF_TOKENS and _is_like(each, ids)}
+    if not is_tree_batch(batch):
+        borders, is_own = batch[CU_SEQ_LENS[0]].long().tolist(), batch[SEQ_IDX][0] >= 0
+        places = [begin + is_own[begin:end].nonzero()[:, 0] for begin, end in pairwise(borders)]
+        return [{name: each[:, own] for name, each in columns.items()} for own in places if len(own)]
+    found, trees, (documents, tokens) = [], trees_of(batch), documents_and_tokens(batch)
+    for number, end in enumerate(batch[ENDS].tolist()):
+        own = trees.path_of(end)
+        labels = batch[TREE_LABELS][:, own].masked_fill(
+            torch.from_numpy(~np.isin(own, tokens[documents == number])).to(ids.device), IGNORED_LABEL
         )
-        for name in masked[0]
-    }
+        found.append({**{name: each[:, own] for name, each in columns.items()}, LABELS: labels})
+    return found
 
 
-_SHARE = 8
-"""A step has at most one in this number of a batch's tokens, padding included."""
+def _is_like(value: Any, other: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == other.shape
+
+
+def _length(document: Document) -> int:
+    return document[INPUT_IDS].shape[1]
+
+
+_SHARE, _FEW_TOKENS = 8, 64
+"""A step has at most one in this number of a batch's tokens, padding included, or so many tokens."""
 
 _FEWEST, _MOST = 3, 8
 """Numbers of documents."""
 
-_FEW_TOKENS = 64
-"""So many tokens are always allowed."""
-
-
-def chosen(
-    documents: Documents,
-    most_tokens: int | None,
-    predicts_next: bool,
-    longest: int | None = None,
-    number: int | None = None,
-    equal: bool = False,
-) -> Documents:
-    """Return a few documents of a step, those with labels first, then short ones first, and parts of long ones.
-
-    Args:
-        documents: the documents to choose from.
-        most_tokens: the number of tokens of a batch; None if it is not known.
-        predicts_next: whether the first token of a document has no label.
-        longest: the most tokens of a document; None for no limit.
-        number: the most documents; None for no limit.
-        equal: whether all of them have to have the same number of tokens; then, they have other numbers of labels.
-    """
-    most = max(_FEW_TOKENS, (most_tokens or 0) // _SHARE)
-    labels = [each[LABELS][0, int(predicts_next) :] != IGNORED_LABEL for each in documents.packed]
-    lengths = [min(length, longest or length, most // _FEWEST) for length in documents.lengths]
-    usable = [each for each, length in enumerate(lengths) if length > 1]
-    order = sorted(usable, key=lambda each: (not labels[each].any(), lengths[each]))[: min(_MOST, number or _MOST)]
-    while len(order) > _FEWEST and max(lengths[each] for each in order) * len(order) > most:
-        order.pop()
-    shortest = min((lengths[each] for each in order), default=0)
-    places = []
-    for each in order:
-        length = shortest if equal else lengths[each]
-        first = int(labels[each].int().argmax())  # 0 without labels
-        begin = max(0, min(first - length // 2, documents.lengths[each] - length))
-        places.append((each, slice(begin, begin + length)))
-    taken = documents.taken(places)
-    counts = [_items(each, predicts_next) - place for place, each in enumerate(taken.packed)]
-    return taken.with_labels([max(1, each) for each in counts], predicts_next) if equal else taken
-
-
-def _items(document: Document, predicts_next: bool) -> int:
-    """Return the number of labels that a document is trained on."""
-    return int((document[LABELS][:, int(predicts_next) :] != IGNORED_LABEL).sum())
-
 
 class PackedCase(StepCase):
-    """A step of packed documents."""
+    """A step of packed documents.
 
-    documents: Documents
+    Args:
+        runner: runs the model.
+        collator: the collator of the training.
+        makes_trees: whether documents share prefixes in the batch. Losses of routers are then left out.
+    """
+
+    documents: Sequence[Document]
+    """The documents to choose from."""
     most_tokens: int | None
     """The number of tokens of a batch; None if it is not known."""
     longest: int | None = None
     """The most tokens of a document; None for no limit."""
     loss: Loss = "token"
 
-    def __init__(self, runner: StepRunner, collator: PackingCollator) -> None:
-        self.runner, self.predicts_next = runner, not collator.keep_first_labels
-        self.number = None if collator.max_segments is None else collator.max_segments - 1
-        """The most documents; None for no limit."""
-        self.multiple = lcm(collator.align_documents, collator.align_tokens)
-        """The width of padded rows is a multiple of this number of tokens."""
+    def __init__(self, runner: StepRunner, collator: PackingCollator, makes_trees: bool) -> None:
+        self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
+        self.makes_trees = runner.without_router_losses = makes_trees
         self.inner = inner_model(runner.model)
         self.device = input_device(self.inner)
 
-    def choose(self, without_padding: bool) -> Documents:
-        taken = chosen(self.documents, self.most_tokens, self.predicts_next, self.longest, self.number, without_padding)
-        if self.loss == "token":
-            return taken
-        # the mean over documents is the mean over labels, if all have as many
-        trained = [(number, slice(None)) for number, each in enumerate(taken.packed) if self._items(each)]
-        taken = taken.taken(trained or [(0, slice(None))])
-        fewest = min(map(self._items, taken.packed))
-        return taken.with_labels([max(1, fewest)] * len(taken.packed), self.predicts_next)
+    def choose(self, without_padding: bool) -> list[Document]:
+        """Return a few documents: those with labels first, then short ones first, and parts of long ones. Without
+        padding, they have equal lengths, and other numbers of labels."""
+        most = max(_FEW_TOKENS, (self.most_tokens or 0) // _SHARE)
+        longest = min(self.longest or most, most // _FEWEST)
+        usable = [each for each in self.documents if _length(each) > 1]
+        if not self.makes_trees:
+            usable = sorted((self._part(each, longest) for each in usable), key=self._rank)
+        number = _MOST if self.collator.max_segments is None else min(_MOST, self.collator.max_segments - 1)
+        taken = usable[:number]
+        while len(taken) > _FEWEST and len(taken) * max(map(_length, taken)) > most:
+            taken.pop()
+        if without_padding:
+            taken = [self._part(each, min(map(_length, taken))) for each in taken]
+            taken = [self._with_labels(each, max(1, self._items(each) - place)) for place, each in enumerate(taken)]
+        if self.loss == "sequence":  # the mean over documents is the mean over labels, if all have as many
+            taken = [each for each in taken if self._items(each)] or taken[:1]
+            taken = [self._with_labels(each, max(1, min(map(self._items, taken)))) for each in taken]
+        return taken
+
+    def _rank(self, document: Document) -> tuple[bool, int]:
+        return not self._items(document), _length(document)
+
+    def _places(self, document: Document) -> Tensor:
+        """Return the tokens with a label that is trained on."""
+        return (document[LABELS][0, self._first :] != IGNORED_LABEL).nonzero()[:, 0] + self._first
 
     def _items(self, document: Document) -> int:
-        return _items(document, self.predicts_next)
+        return len(self._places(document))
 
-    def sizes(self, of: Documents) -> tuple[int, int, int]:
-        items = [self._items(each) for each in of.packed]
-        return len(of.packed), sum(of.lengths), sum(items) if self.loss == "token" else sum(map(bool, items))
+    def _part(self, document: Document, length: int) -> Document:
+        """Return a part of a document of at most so many tokens, around its first label."""
+        first = int(self._places(document)[:1].sum())
+        begin = max(0, min(first - length // 2, _length(document) - length))
+        return {name: each[:, begin : begin + length] for name, each in document.items()}
 
-    def replaced(self, of: Documents, document: int) -> Documents | None:
-        if len(of.packed) < 2:
+    def _with_labels(self, document: Document, most: int) -> Document:
+        """Return a document with its last labels, so many at most."""
+        return {**document, LABELS: document[LABELS].index_fill(1, self._places(document)[:-most], IGNORED_LABEL)}
+
+    def sizes(self, of: list[Document]) -> tuple[int, int, int]:
+        items = [*map(self._items, of)]
+        return len(of), sum(map(_length, of)), sum(items) if self.loss == "token" else sum(map(bool, items))
+
+    def replaced(self, of: list[Document], document: int) -> list[Document] | None:
+        if len(of) < 2:
             return None
-        packed = [*of.packed]
-        packed[document] = {**packed[document], INPUT_IDS: packed[document][INPUT_IDS].roll(1, dims=1)}
-        return Documents(packed, of.own)
+        other = {**of[document], INPUT_IDS: of[document][INPUT_IDS].roll(1, dims=1)}
+        return [other if number == document else each for number, each in enumerate(of)]
 
-    def padded(self, of: Documents, padding: int) -> Batch:
-        """Return the documents as rows with padding on the right, on the device of the model."""
-        batch = _padded(of.own, pad_token_of(self.inner) or 0, padding, self.multiple)
+    def rows(self, of: list[Document]) -> list[dict[str, Any]]:
+        """Return the documents as rows for a collator."""
+        return [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
+
+    def padded(self, of: list[Document], padding: int) -> Batch:
+        """Return the documents as rows with padding on the right, of so many tokens more than they need."""
+        width = max(map(_length, of)) + padding
+        width += -width % lcm(self.collator.align_documents, self.collator.align_tokens)
+        fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token_of(self.inner) or 0}
+        full = [{**each, ATTENTION_MASK: torch.ones_like(each[INPUT_IDS])} for each in of]
+        batch = {
+            name: torch.cat([F.pad(each[name], (0, width - _length(each)), value=fill.get(name, 0)) for each in full])
+            for name in full[0]
+        }
         if check_patched(self.inner).method.positions:  # which a compute_loss may read
-            batch = {**batch, POSITION_IDS: torch.arange(batch[INPUT_IDS].shape[1]).expand_as(batch[INPUT_IDS])}
+            batch[POSITION_IDS] = torch.arange(width).expand(len(of), width)
         return send_to_device(batch, self.device)  # type: ignore[no-any-return]
-
-
-def _rows_of(documents: Sequence[Document]) -> list[dict[str, Any]]:
-    return [{name: each[0].cpu().numpy() for name, each in document.items()} for document in documents]
 
 
 class TrainerCase(PackedCase):
@@ -258,45 +199,38 @@ class TrainerCase(PackedCase):
 
     def __init__(self, trainer: Any, model: nn.Module, batch: Batch | None, training: bool) -> None:
         state = trainer.attached
-        ranks = state.batching.ranks_per_block
-        super().__init__(_runner_of(trainer, model, ranks), state.collator)
-        self.trainer, self.model, self.training = trainer, model, training
-        self.stock = without_attach(trainer)
+        runner = _runner_of(trainer, model, state.batching.ranks_per_block)
+        super().__init__(runner, state.collator, state.source.shares_prefixes)
+        self.trainer, self.model, self.training, self.stock = trainer, model, training, without_attach(trainer)
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
-        if state.source.shares_prefixes:
-            self.runner.without_router_losses, self.stock.aux_loss_enabled = True, False
-        self.documents = on_all_ranks(lambda _: self._documents(batch))
+        if self.makes_trees:
+            self.stock.aux_loss_enabled = False
+        self.documents = on_all_ranks(lambda _: self._next_documents()) if batch is None else documents_of(batch)
 
-    def _documents(self, batch: Batch | None) -> Documents:
-        """Return documents to choose from.
+    def _next_documents(self) -> list[Document]:
+        """Return documents of the next micro-batches, to choose from.
 
         Raises:
-            PackingError: the trainer's own collator makes other tokens or labels of a document.
+            PackingError: the trainer's own collator makes other tokens or labels of one.
         """
-        source, collator = self.trainer.attached.source, self.trainer.attached.collator
-        if batch is not None:
-            documents = documents_of(batch)
-            return Documents(documents, documents)
-        rows = [*source.next_rows(_READ)]
-        collate = _own_collate(self.stock) if any(number is not None for number, _ in rows) else None
-        packed, own = [], []
-        for number, row in rows:
-            for document in documents_of(collator([row])):
-                packed.append(document)
-                batch = None if collate is None or number is None else collate(number)
-                own.append(document if batch is None else _own_document(batch, number, document, self.predicts_next))
-        return Documents(packed, own)
+        documents, check = [], None
+        for number, row in self.trainer.attached.source.next_rows(_READ):
+            found = documents_of(self.collator([row]))
+            if number is not None:
+                check = check or _own_collator(self.stock, self._first)
+                check(number, *found)
+            documents += found
+        return documents
 
-    def packed(self, of: Documents) -> Callable[[], Tensor]:
+    def packed(self, of: list[Document]) -> Callable[[], Tensor]:
         trainer, state, device = self.trainer, self.trainer.attached, self.device
-        batch = state.source.batch_of(_rows_of(of.packed), trainer.accelerator, state.collator)
-        inputs = send_to_device(batch, device)
+        inputs = send_to_device(state.source.batch_of(self.rows(of), trainer.accelerator, state.collator), device)
         if not self.training:
             return lambda: _evaluated(copy.copy(trainer), self.model, inputs)
         own = torch.tensor(self.sizes(of)[-1], device=device)
         processes, ranks = trainer.accelerator.num_processes, data_rank(trainer.accelerator).world_size
-        everywhere = trainer.accelerator.gather(own[None]).sum() * ranks / processes / state.batching.ranks_per_block
+        everywhere = trainer.accelerator.gather(own[None]).sum() * ranks / processes / self.runner.ranks_per_row
 
         def loss() -> Tensor:
             asked = copy.copy(trainer)
@@ -306,7 +240,7 @@ class TrainerCase(PackedCase):
 
         return loss
 
-    def unpacked(self, of: Documents, padding: int) -> Callable[[], Tensor]:
+    def unpacked(self, of: list[Document], padding: int) -> Callable[[], Tensor]:
         return _stock_loss(self.stock, self.model, self.padded(of, padding))
 
 
@@ -337,28 +271,22 @@ class LoopCase(PackedCase):
         ranks: int = 1,
         makes_trees: bool = False,
     ) -> None:
-        super().__init__(StepRunner(model, ranks_per_row=ranks), collator)
-        self.model, self.collate, self.function, self.loss, self.most_tokens = (
-            model,
-            collate,
-            function,
-            loss,
-            most_tokens,
-        )
-        self.documents, self.runner.without_router_losses = Documents([*documents], [*documents]), makes_trees
+        super().__init__(StepRunner(model, ranks_per_row=ranks), collator, makes_trees)
+        self.model, self.collate, self.function, self.loss = model, collate, function, loss
+        self.documents, self.most_tokens = documents, most_tokens
 
-    def packed(self, of: Documents) -> Callable[[], Tensor]:
-        inputs, items = send_to_device(self.collate(_rows_of(of.packed)), self.device), self.sizes(of)[-1]
+    def packed(self, of: list[Document]) -> Callable[[], Tensor]:
+        inputs, items = send_to_device(self.collate(self.rows(of)), self.device), max(1, self.sizes(of)[-1])
         if (function := self.function) is not None:
             return lambda: function(self.model, inputs)
 
         def loss() -> Tensor:
             step = WholeStep.of(self.model, inputs, self.loss)
-            return step.run(self.model)[0] * step.share_of(torch.tensor(max(1, items)))
+            return step.run(self.model)[0] * step.share_of(torch.tensor(items, device=self.device))
 
         return loss
 
-    def unpacked(self, of: Documents, padding: int) -> Callable[[], Tensor]:
+    def unpacked(self, of: list[Document], padding: int) -> Callable[[], Tensor]:
         inputs = self.padded(of, padding)
         if (function := self.function) is not None:
             return lambda: function(self.model, inputs)
@@ -544,60 +472,40 @@ _READ = 64
 """The most rows that documents are chosen from."""
 
 
-def _own_collate(stock: Any) -> Callable[[int], Batch | None]:
-    """Return a function that returns what a trainer's own collator makes of a row of its dataset, alone, or None if it
-    makes no labels or cannot read the row, so that only attach can train on it."""
-    loaders = stock.accelerator._dataloaders
-    number = len(loaders)
-    try:
-        with torch.random.fork_rng():  # making a loader may draw random numbers
-            loader = stock.get_train_dataloader()
-    except Exception:  # the trainer cannot read the dataset by itself
-        return lambda _: None
-    finally:
-        del loaders[number:]
+def _own_collator(stock: Any, first: int) -> Callable[[int, Document], None]:
+    """Return a function that compares a document of the dataset, given the number of its row, with what a trainer's own
+    collator makes of the row, alone. Labels count from token number `first`.
 
-    def collate(row: int) -> Batch | None:
-        with suppress(Exception):  # a collator may raise anything
-            batch: Batch = collate_rows(loader.collate_fn, read_rows(loader.dataset, [row]))
-            return batch if LABELS in batch else None
-        return None
-
-    return collate
-
-
-def _own_document(batch: Batch, number: int | None, document: Document, predicts_next: bool) -> Document:
-    """Return the document in a batch that has no other, without padding.
+    Nothing is compared where the trainer cannot read its dataset by itself, or makes no labels.
 
     Raises:
-        PackingError: it has other tokens or labels than those that attach reads.
+        PackingError: the collator makes other tokens or labels.
     """
-    ids = batch[INPUT_IDS]
-    kept = batch[ATTENTION_MASK][0].bool() if ATTENTION_MASK in batch else torch.ones(ids.shape[1], dtype=torch.bool)
-    own = {
-        name: each[:, kept]
-        for name, each in batch.items()
-        if name not in _NOT_OF_TOKENS and isinstance(each, Tensor) and each.shape == ids.shape
-    }
-    for name in (INPUT_IDS, LABELS):
-        found, expected = document[name], own.get(name, document[name])
-        if predicts_next and name == LABELS:
-            found, expected = found[:, 1:], expected[:, 1:]
-        if not torch.equal(found, expected):
-            raise PackingError(
-                f"{name}: expected those of the trainer's own collator, which makes {_first(expected, found)} of row "
-                f"{number}, got {_first(found, expected)}. attach reads the columns of the dataset: give it the "
-                f"{name} that you want to train on"
-            )
-    return own
+    loaders, loader = stock.accelerator._dataloaders, None
+    before = len(loaders)
+    with suppress(Exception), torch.random.fork_rng():  # making a loader may draw random numbers
+        loader = stock.get_train_dataloader()
+    del loaders[before:]
 
+    def check(number: int, document: Document) -> None:
+        batch: Batch = {}
+        with suppress(Exception):  # a collator may raise anything
+            batch = {} if loader is None else collate_rows(loader.collate_fn, read_rows(loader.dataset, [number]))
+        if LABELS not in batch:
+            return
+        is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0
+        for name, begin in ((INPUT_IDS, 0), (LABELS, first)):
+            found, expected = (each[0, begin:].tolist() for each in (document[name], batch[name][:, is_token]))
+            if found != expected:
+                place = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if len({*pair}) > 1), 0)
+                here = slice(place, place + 4)
+                raise PackingError(
+                    f"{name}: expected those of the trainer's own collator, {expected[here]} from token "
+                    f"{begin + place} of row {number} on, got {found[here]}. attach reads the columns of the dataset: "
+                    f"give it the {name} that you want to train on"
+                )
 
-def _first(values: Tensor, others: Tensor) -> str:
-    """Return a text of some values, from the first that differs from others."""
-    if values.shape != others.shape:
-        return f"{values.shape[1]} values"
-    place = int((values != others)[0].int().argmax())
-    return f"{values[0, place : place + 4].tolist()} at token {place}"
+    return check
 
 
 def check_step(

@@ -1,0 +1,465 @@
+"""The proof of the step: what differs from the step without packing is found, whatever it is, and what is right trains.
+
+Each relative is a trainer that somebody may have. What it trains is known, so that a test can say which of both it is.
+"""
+
+import copy
+import re
+from contextvars import ContextVar
+
+import peft
+import pytest
+import torch
+from patched_models import patched
+from tiny_models import build
+from torch import nn
+from torch.nn import functional as F
+from trainers import documents, logged, trainer_of
+from transformers import Trainer, TrainerCallback
+from trl import SFTTrainer
+from whole_rows import trainer_of as rows_trainer_of
+
+import hf_packing as hfp
+from hf_packing.attention import function, route
+from hf_packing.sampling import rows
+from hf_packing.training import step_counts
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+BUDGET = hfp.TokenBudget(128)
+DIFFERS = "expected the step that it makes without packing, got not the step"
+
+
+def losses_of(logits, labels, ahead=1):
+    """Cross-entropies of labels that are so many tokens ahead, [rows, tokens]."""
+    return F.cross_entropy(logits[:, :-ahead].transpose(1, 2).float(), labels[:, ahead:], reduction="none")
+
+
+def mean(losses, labels, ahead=1):
+    trained = labels[:, ahead:] != -100
+    return (losses * trained).sum() / trained.sum().clamp(min=1)
+
+
+class OwnLoss(Trainer):
+    """A trainer whose loss is a function of itself, the model, the inputs without labels, and the labels."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.function(outputs.logits, labels, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+def with_loss(function, **more):
+    return type("Own", (OwnLoss,), {"function": lambda self, *given: function(*given), **more})
+
+
+def plain(logits, labels, _):
+    return mean(losses_of(logits, labels), labels)
+
+
+def medusa(logits, labels, inputs):
+    return plain(logits, labels, inputs) + mean(losses_of(logits, labels, 2), labels, 2)
+
+
+def three_ahead(logits, labels, _):
+    return mean(losses_of(logits, labels, 3), labels, 3)
+
+
+def per_document(logits, labels, _):
+    trained = labels[:, 1:] != -100
+    return ((losses_of(logits, labels) * trained).sum(1) / trained.sum(1).clamp(min=1)).mean()
+
+
+def unlikelihood(logits, labels, inputs):
+    """Tokens that came earlier in the row should not come again."""
+    seen = torch.zeros_like(logits).scatter(2, inputs["input_ids"][..., None], 1.0).cumsum(1).clamp(max=1)
+    seen = seen.scatter(2, inputs["input_ids"].roll(-1, 1)[..., None], 0.0)
+    unlikely = -(seen * torch.log1p(-logits.softmax(-1).clamp(max=0.99))).sum(-1)[:, :-1]
+    return plain(logits, labels, inputs) + 0.1 * mean(unlikely, labels)
+
+
+def contrast(logits, labels, inputs):
+    """SimCTG: tokens of a row should not resemble each other."""
+    states = F.normalize(logits, dim=-1)
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).float()
+    alike = (states @ states.transpose(1, 2)) * mask[:, :, None] * mask[:, None, :]
+    return plain(logits, labels, inputs) + 0.1 * alike.sum() / mask.sum()
+
+
+def per_row(logits, labels, _):
+    return (losses_of(logits, labels) * (labels[:, 1:] != -100)).sum() / len(labels)
+
+
+def of_first_row(logits, labels, _):
+    return mean(losses_of(logits[:1], labels[:1]), labels[:1])
+
+
+def last_token_counts_twice(logits, labels, _):
+    trained = (labels[:, 1:] != -100).float()
+    last = F.pad(trained, (0, 1))[:, 1:] == 0
+    weights = trained * (1 + last)
+    return (losses_of(logits, labels) * weights).sum() / weights.sum()
+
+
+def focal(logits, labels, _):
+    losses = losses_of(logits, labels)
+    return mean((1 - torch.exp(-losses)) ** 2 * losses, labels)
+
+
+def z_loss(logits, labels, inputs):
+    return plain(logits, labels, inputs) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def confidence(logits, labels, inputs):
+    log_probs = logits[:, :-1].log_softmax(-1)
+    return plain(logits, labels, inputs) + 0.1 * mean((log_probs.exp() * log_probs).sum(-1), labels)
+
+
+def class_weights(logits, labels, _):
+    weights = torch.linspace(0.5, 2, logits.shape[-1])[labels[:, 1:].clamp(min=0)]
+    return mean(losses_of(logits, labels) * weights, labels)
+
+
+def truncated(logits, labels, _):
+    return mean(losses_of(logits, labels).clamp(max=5), labels)
+
+
+def reverse_kl_to_uniform(logits, labels, _):
+    log_probs = logits[:, :-1].log_softmax(-1)
+    return mean((log_probs.exp() * log_probs).sum(-1), labels) + plain(logits, labels, _)
+
+
+TAKES = ContextVar("TAKES", default=())
+"""What a teacher gets beside tokens and a mask: with positions, transformers itself finds the documents of a row."""
+
+
+def frozen_copy(folder, hold, takes=()):
+    """A trainer with a loss against a copy of the model that `hold` keeps somewhere."""
+    TAKES.set(takes)
+    model = build("Llama")
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    with torch.no_grad():
+        teacher.model.layers[0].self_attn.o_proj.weight.mul_(3)
+    return hold(folder, model, teacher)
+
+
+def divergence(logits, labels, inputs, teacher):
+    known = {name: inputs[name] for name in ("input_ids", "attention_mask", *TAKES.get()) if name in inputs}
+    with torch.no_grad():
+        wanted = teacher(**known, use_cache=False).logits.log_softmax(-1)
+    return mean(F.kl_div(logits.log_softmax(-1), wanted, log_target=True, reduction="none").sum(-1)[:, :-1], labels)
+
+
+def teacher_in_closure(folder, model, teacher):
+    kind = with_loss(lambda *given: divergence(*given, teacher))
+    return trainer_of(folder, kind, model)
+
+
+def teacher_of_class(folder, model, teacher):
+    kind = with_loss(lambda *given: divergence(*given, Holder.teacher))
+    Holder.teacher = teacher
+    return trainer_of(folder, kind, model)
+
+
+class Holder:
+    teacher = None
+
+
+def teacher_of_callback(folder, model, teacher):
+    found = {}
+
+    class Makes(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            found["teacher"] = teacher
+
+    kind = with_loss(lambda *given: divergence(*given, found["teacher"]))
+    return trainer_of(folder, kind, model, callbacks=[Makes()])
+
+
+def teacher_of_trainer(folder, model, teacher):
+    kind = type("Own", (OwnLoss,), {"function": lambda self, *given: divergence(*given, self.teacher)})
+    trainer = trainer_of(folder, kind, model)
+    trainer.teacher = teacher
+    return trainer
+
+
+def with_adapter(config):
+    def make(folder):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(build("Llama"), config)
+        with torch.no_grad():
+            for name, each in model.named_parameters():
+                if each.requires_grad and not each.any():
+                    each.normal_(std=0.05)
+        return trainer_of(folder, model=model)
+
+    return make
+
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+class AddsMeanOfRow(nn.Module):
+    """An adapter that reads the whole row."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden):
+        return self.inner(hidden) + self.scale * hidden.mean(1, keepdim=True)
+
+
+def reading_adapter(folder):
+    model = build("Llama", num_hidden_layers=1)
+    model.model.layers[0].mlp = AddsMeanOfRow(model.model.layers[0].mlp)
+    return trainer_of(folder, model=model)
+
+
+class CountsCalls(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden):
+        self.calls += 1
+        self.seen += 1
+        return self.inner(hidden)
+
+
+def counting(folder):
+    model = build("Llama", num_hidden_layers=1)
+    model.model.layers[0].mlp = CountsCalls(model.model.layers[0].mlp)
+    return trainer_of(folder, model=model)
+
+
+def compiled(folder):
+    model = build("Llama", num_hidden_layers=1)
+    model.forward = torch.compile(model.forward, backend="eager")
+    return trainer_of(folder, model=model)
+
+
+def of(kind=Trainer, **settings):
+    return lambda folder: trainer_of(folder, kind, **{"model": build("Llama", num_hidden_layers=1), **settings})
+
+
+class ShiftsTwice(SFTTrainer):
+    """Labels that somebody has shifted before the model shifts them."""
+
+    def compute_loss(self, model, inputs, *given, **named):
+        return super().compute_loss(model, {**inputs, "labels": inputs["labels"].roll(-1, 1)}, *given, **named)
+
+
+class WeightsOfLength(Trainer):
+    """Each token is weighted by the length of its row."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        loss = loss * mask.sum(1).float().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class MeansAnyway(Trainer):
+    """Divides by the labels of its own batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class Penalty(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 1e-3 * sum(each.square().sum() for each in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+RIGHT = {
+    "plain": of(),
+    "SFTTrainer": of(SFTTrainer),
+    "SFTTrainer, dft": of(SFTTrainer, loss_type="dft"),
+    "smoothing": of(label_smoothing_factor=0.1),
+    "checkpointing": of(gradient_checkpointing=True),
+    "compiled": compiled,
+    "experts with a router loss": of(model=build("Mixtral", **MOE)),
+    "counts calls": counting,
+    "focal": lambda folder: of(with_loss(focal))(folder),
+    "z-loss": lambda folder: of(with_loss(z_loss))(folder),
+    "confidence": lambda folder: of(with_loss(confidence))(folder),
+    "class weights": lambda folder: of(with_loss(class_weights))(folder),
+    "truncated": lambda folder: of(with_loss(truncated))(folder),
+    "reverse KL": lambda folder: of(with_loss(reverse_kl_to_uniform))(folder),
+    "penalty of weights": of(Penalty),
+    "divides by its own labels": of(MeansAnyway),
+    "teacher of the trainer": lambda folder: frozen_copy(folder, teacher_of_trainer, ["position_ids"]),
+    "teacher in a closure with positions": lambda folder: frozen_copy(folder, teacher_in_closure, ["position_ids"]),
+    "last tokens count twice": lambda folder: of(with_loss(last_token_counts_twice))(folder),
+    "LoRA": with_adapter(peft.LoraConfig(**TARGETS)),
+    "DoRA": with_adapter(peft.LoraConfig(use_dora=True, **TARGETS)),
+    "VeRA": with_adapter(peft.VeraConfig(r=4, **TARGETS)),
+    "LoHa": with_adapter(peft.LoHaConfig(**TARGETS)),
+    "LoKr": with_adapter(peft.LoKrConfig(**TARGETS)),
+    "IA3": with_adapter(peft.IA3Config(feedforward_modules=[], **TARGETS)),
+    "OFT": with_adapter(peft.OFTConfig(r=4, oft_block_size=0, **TARGETS)),
+    "BOFT": with_adapter(peft.BOFTConfig(boft_block_size=4, **TARGETS)),
+    "bone": with_adapter(peft.MissConfig(r=4, **TARGETS)),
+    "FourierFT": with_adapter(peft.FourierFTConfig(n_frequency=8, **TARGETS)),
+    "layer norms": with_adapter(peft.LNTuningConfig(task_type="CAUSAL_LM")),
+}
+
+FOUND = {
+    "Medusa": lambda folder: of(with_loss(medusa))(folder),
+    "three tokens ahead": lambda folder: of(with_loss(three_ahead))(folder),
+    "a mean for each document": lambda folder: of(with_loss(per_document))(folder),
+    "unlikelihood of earlier tokens": lambda folder: of(with_loss(unlikelihood))(folder),
+    "contrast of tokens": lambda folder: of(with_loss(contrast))(folder),
+    "a sum for each row": lambda folder: of(with_loss(per_row))(folder),
+    "the first row alone": lambda folder: of(with_loss(of_first_row))(folder),
+    "weights of lengths": of(WeightsOfLength),
+    "labels shifted twice": of(ShiftsTwice),
+    "teacher in a closure": lambda folder: frozen_copy(folder, teacher_in_closure),
+    "teacher of a class": lambda folder: frozen_copy(folder, teacher_of_class),
+    "teacher of a callback": lambda folder: frozen_copy(folder, teacher_of_callback),
+    "NEFTune": of(neftune_noise_alpha=5.0),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_trains(name, tmp_path):
+    trainer = RIGHT[name](tmp_path)
+    hfp.attach(trainer, BUDGET)
+    assert len(logged(trainer)) == 2
+    report = trainer.attached.first_batch_proof.proofs["step: proven on the first training batch"]
+    assert report.same
+    assert report.documents >= 3
+    assert report.parameters == sum(each.requires_grad for each in trainer.model.parameters()) > 0
+    assert report.loss == pytest.approx(report.unpacked_loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_differs_is_found(name, tmp_path):
+    trainer = FOUND[name](tmp_path)
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.PackingError, match=DIFFERS):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
+    assert all(each.grad is None for each in trainer.model.parameters())
+
+
+def test_an_adapter_that_reads_the_row_runs_by_segment(tmp_path):
+    trainer = reading_adapter(tmp_path)
+    hfp.attach(trainer, BUDGET)
+    assert len(logged(trainer)) == 2
+
+
+FAULTS = {}
+
+
+def fault(function):
+    FAULTS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def replaced(monkeypatch, owner, name, change):
+    """Let a function be changed by another one, which gets it first."""
+    before = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **named: change(before, *args, **named))
+
+
+@fault
+def labels_shifted_by_one(monkeypatch, trainer):
+    def shifted(collate, *args):
+        batch = collate(*args)
+        return {**batch, "labels": batch["labels"].roll(1, 1)}
+
+    replaced(monkeypatch, hfp.PackingCollator, "__call__", shifted)
+
+
+@fault
+def a_divisor_for_each_micro_batch(monkeypatch, trainer):
+    replaced(monkeypatch, step_counts.StepCounts, "add", lambda add, *args: add(*args) // 2)
+
+
+@fault
+def a_loss_mask_lost(monkeypatch, trainer):
+    replaced(monkeypatch, rows.SampledRows, "_with_labels", lambda _, __, row: {**row, "labels": row["input_ids"]})
+
+
+@fault
+def positions_off_by_one_in_a_document(monkeypatch, trainer):
+    def moved(build, *args):
+        inputs = build(*args)
+        positions = inputs["position_ids"].clone()
+        positions[:, : args[-1].lengths[0]] += 1
+        return {**inputs, "position_ids": positions}
+
+    replaced(monkeypatch, route.Method, "build", moved)
+
+
+@fault
+def a_layer_without_its_patch(monkeypatch, trainer):
+    layer = trainer.model.transformer.h[0].attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = "sdpa"
+
+
+@fault
+def a_gradient_that_is_detached(monkeypatch, trainer):
+    def detached(packed_varlen, module, query, key, value, *args, **named):
+        return packed_varlen(module, query, key.detach(), value, *args, **named)
+
+    replaced(monkeypatch, function, "packed_varlen", detached)
+    function.register()
+
+
+@fault
+def a_gradient_that_is_a_hundredth_larger(monkeypatch, trainer):
+    def scale(_, __, output):
+        if len(output) == 1 and output.requires_grad:  # one row
+            output.register_hook(lambda gradient: gradient * 1.01)
+
+    trainer.model.transformer.h[0].mlp.register_forward_hook(scale)
+
+
+@fault
+def a_teacher_without_its_patch(monkeypatch, trainer):
+    hfp.unpatch_model(trainer.teacher)
+
+
+FAULTS_SAID = {name: "labels: expected those of the trainer's own" for name in ("labels shifted by one", "a loss mask lost")}
+FAULTS_SAID |= {"positions off by one in a document": "", "a layer without its patch": ".*", "a gradient that is detached": ".*"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name, tmp_path, monkeypatch):
+    model = build("GPT2", n_layer=2)
+    trainer = trainer_of(tmp_path, model=model)
+    if name == "a teacher without its patch":
+        trainer = frozen_copy(tmp_path, teacher_of_trainer)
+    hfp.attach(trainer, BUDGET)
+    FAULTS[name](monkeypatch, trainer)
+    with pytest.raises(hfp.PackingError) as found:
+        trainer.train()
+    assert re.match(FAULTS_SAID.get(name, f"trainer: {DIFFERS}"), str(found.value)), found.value
+    assert trainer.state.global_step == 0
+
+
+def test_pairs_that_are_weighted_by_packs_are_found(tmp_path, monkeypatch):
+    """As in a packed DPO whose loss is a mean over packs of means over the pairs of a pack: 1/2, 1/6, 1/6, 1/6."""
+    trainer = rows_trainer_of("dpo", tmp_path, patched=True)
+    hfp.attach(trainer, hfp.TokenBudget(140))
+    counted = trainer.attached.source.counted
+
+    def alike(checked):
+        return [{**batch, "counts": batch["counts"].index_fill(0, torch.tensor([1, 3]), 1)} for batch in counted(checked)]
+
+    monkeypatch.setattr(trainer.attached.source, "counted", alike)
+    with pytest.raises(hfp.PackingError, match=DIFFERS):
+        trainer.train()
