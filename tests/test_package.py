@@ -198,7 +198,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_files_that_name_the_version_agree():
     assert f"\nversion: {hfp.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
-    newest, *_ = re.findall("^## .*$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    newest, *_ = re.findall("^## (?!Unreleased$).*$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert re.search(r"[\d.]+\w*", newest)[0] == hfp.__version__
 
 
