@@ -42,7 +42,6 @@ from trl.trainer import sft_trainer
 import hf_packing as hfp
 from hf_packing.attention.layout import CACHES
 from hf_packing.checks import OLDEST, refuse_older
-from hf_packing.rows import map_batch
 from hf_packing.training.models import prepared_model
 from hf_packing.training.resume import BatchesOfCheckpoint
 
@@ -356,26 +355,6 @@ def test_batches_of_a_map():
     assert seen[1].keys_to_format == {"input_ids"}
     seen[1]["labels"] = [[2]]
     assert set(seen[1]) == {"input_ids", "labels"}
-
-
-def test_the_frames_of_a_map(monkeypatch):
-    """rows.map_batch: without them, one row of a table would pass for a batch, and streams would keep old columns."""
-    seen, strategy, batched = [], hfp.BestFit(4), {"batched": True, "remove_columns": ["text"]}
-    made = map_batch._MapCall
-    monkeypatch.setattr(map_batch, "_MapCall", lambda *args, **more: seen.append(made(*args, **more)) or seen[-1])
-    dataset = datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]})
-    stream = dataset.to_iterable_dataset()
-    dataset.map(strategy, **batched)
-    with pytest.raises(hfp.PackingError):
-        dataset.with_format("arrow").map(strategy)
-    for mapped in (stream, stream.with_format("arrow")):
-        list(mapped.map(strategy, **batched))
-    with pytest.raises(hfp.PackingError):
-        dataset.with_transform(strategy)[0]
-    assert [call.batched for call in seen] == [True, False, True, True, False]
-    assert [call.remove_columns for call in seen] == [("text",), (), ("text",), ("text",), ()]
-    assert [call.makes_tables for call in seen] == [False, False, False, True, False]
-    assert [call.dataset is not None for call in seen] == [True, True, False, False, False]
 
 
 def test_attention_of_models_and_flex_attention():

@@ -206,7 +206,6 @@ def test_attach_and_the_rest_of_the_package_refuse_rows_without_borders(tmp_path
         lambda: hfp.prepare_dataloader(Accelerator(cpu=True), lost, hfp.TokenBudget(64), model=model),
         lambda: hfp.pack(lost, hfp.BestFit(64)),
         lambda: hfp.pack(stream, hfp.BestFit(64)),
-        lambda: lost.map(hfp.BestFit(64), batched=True),
         lambda: hfp.score(model, lost, max_tokens=64),
     ):
         with pytest.raises(hfp.PackingError, match=LOST):
