@@ -23,7 +23,6 @@ from datasets.table import MemoryMappedTable
 from tiny_models import build
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from trainers import trainer_of
 from transformers import (
     AttentionInterface,
@@ -303,26 +302,8 @@ def test_fingerprints_indices_tables_and_descriptions_of_a_dataset():
     assert [each.info.description for each in changed] == ["Mine"] * 4
 
 
-def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_dataset():
-    """batch.loader.datasets_being_read: without it, rows that have lost their borders are taken for documents."""
-    seen = []
-
-    def collate(rows):
-        frame = sys._getframe(1)
-        while not isinstance(frame.f_locals.get("self"), _BaseDatasetFetcher):
-            frame = frame.f_back
-        seen.append(frame.f_locals["self"].dataset)
-        return rows
-
-    dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2]]})
-    stream = dataset.to_iterable_dataset()
-    list(DataLoader(dataset, collate_fn=collate))
-    list(DataLoader(stream, collate_fn=collate))
-    assert seen == [dataset, dataset, stream, stream]
-
-
 def test_loaders_and_models_that_an_accelerator_knows():
-    """batch.loader.active_loader: without it, a patched model does not know the collator that made its batch."""
+    """batch.loader.active_loader: without it, a patched model does not know the dataset that its batch is of."""
     accelerator = Accelerator(cpu=True)
     rows = [{"input_ids": torch.ones(2)}] * 2
     loader = accelerator.prepare(DataLoader(rows, batch_size=2, collate_fn=list))

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import ConcatDataset, Subset
 
 import hf_packing as hfp
-from hf_packing.rows.packing_trace import has_packs, is_packed, stored_datasets
+from hf_packing.rows.packing_trace import is_packed, stored_datasets
 from hf_packing.sampling.sizes import sizes_of
 
 IDS, LABELS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[-100, -100, 3], [-100, 5], [-100, -100, -100, 9]]
@@ -131,7 +131,7 @@ def test_a_dataset_says_that_it_is_packed_and_packed_again():
     info = datasets.DatasetInfo(description="Mine")
     documents = datasets.Dataset.from_dict({"input_ids": DOCUMENTS}, info=info)
     for rows in (hfp.pack(documents, hfp.BestFit(4)), hfp.pack(documents, hfp.BestFit(4))):  # the second from the cache
-        assert rows.info.description == "Mine\n\nPacked by hf_packing: 8 tokens in 4 segments."
+        assert rows.info.description == "Mine\n\nPacked by hf_packing: several documents in a row."
         assert hfp.unpack(rows)["input_ids"][:] == DOCUMENTS
     assert documents.info.description == "Mine"
     alone = hfp.pack(documents, hfp.BestFit(3, seed=None)).select([0])
@@ -139,13 +139,6 @@ def test_a_dataset_says_that_it_is_packed_and_packed_again():
     assert not is_packed(hfp.pack(documents.select([0]), hfp.BestFit(4)))  # no row has several documents
     assert not is_packed(hfp.pack(documents, hfp.BestFit(4), share_prefixes=True))  # has other columns, which say it
     assert is_packed(hfp.pack(documents.to_iterable_dataset(), hfp.BestFit(4)))
-    rows, names = packed(), ["input_ids", "seq_lengths"]
-    assert has_packs(rows, names)
-    assert has_packs(rows.shuffle().select([0]), names)
-    assert not has_packs(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), names)
-    again = rows.remove_columns("seq_lengths").add_column("seq_lengths", [[sum(each)] for each in rows["seq_lengths"]])
-    with pytest.raises(hfp.PackingError, match="expected the 4 segments in which pack\\(\\) packed 8 tokens, got 2"):
-        has_packs(again, names)
 
 
 def test_datasets_and_wrappers_keep_the_trace(tmp_path):
