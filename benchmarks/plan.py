@@ -2,7 +2,6 @@
 
     python benchmarks/plan.py
     python benchmarks/plan.py --documents 1000000 --max-length 2048 8192 --strategy Bucket
-    python benchmarks/plan.py --shards 100        # a billion documents at 8192, dealt in 100 shards
 
 Each size runs in a separate process, to measure its own peak memory. The lengths are drawn before the clock starts;
 their array counts as memory. The comparison with TRL is on fewer documents.
@@ -26,7 +25,6 @@ import hf_packing as hfp
 TRL_DOCUMENTS = 200_000
 LARGE = 50_000_000
 """From this many documents on, one call is enough."""
-SHARD = 10_000_000
 
 
 def main() -> None:
@@ -37,16 +35,12 @@ def main() -> None:
         "--strategy", default="BestFit", help="a strategy with one max_length, by its name in hf_packing"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shards", type=int, help=f"deal this many shards of {SHARD:,} documents instead")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(plan_once(arguments)))
         return
     print(machine("hf-packing", "numpy", "trl"))
-    if arguments.shards:
-        deal_shards(arguments.shards, arguments.max_length[0] if len(arguments.max_length) == 1 else 8192)
-        return
     print(f"{arguments.strategy}; lengths: lognormal(6, 1.2) clipped to [1, max_length]; the median of")
     print(f"{arguments.rounds} calls, one call from {LARGE:,} documents on\n")
     print(
@@ -89,35 +83,6 @@ def plan_once(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def deal_shards(shards: int, max_length: int) -> None:
-    """Count lengths, plan a table, and deal shard after shard from it; check that every pack is filled once."""
-    drawing = time.perf_counter()
-    counts = np.zeros(max_length + 1, dtype=np.int64)
-    for shard in range(shards):
-        counts += np.bincount(log_normal(SHARD, 6, 1.2, max_length, seed=shard), minlength=max_length + 1)
-    counted = time.perf_counter()
-    table = hfp.plan_counts(counts, hfp.BestFit(max_length))
-    planned = time.perf_counter()
-    print(f"{counts.sum():,} documents drawn and counted in {counted - drawing:.0f} s, planned in ", end="")
-    print(f"{planned - counted:.2f} s: {table}, lower bound {table.metrics().lower_bound:,}")
-    fill = np.zeros(table.num_packs, dtype=np.int32)
-    already_dealt, dealing = np.zeros_like(counts), 0.0
-    for shard in range(shards):
-        lengths = log_normal(SHARD, 6, 1.2, max_length, seed=shard)
-        began = time.perf_counter()
-        dealt = table.deal(lengths, already_dealt)
-        already_dealt += np.bincount(lengths, minlength=len(counts))
-        dealing += time.perf_counter() - began
-        np.add.at(fill, dealt.pack, dealt.length)
-        if (shard + 1) % 10 == 0:
-            print(f"  {shard + 1} of {shards} shards, {dealing:.0f} s of dealing", flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    whole = fill.min() > 0 and fill.max() <= max_length and fill.sum(dtype=np.int64) == counts @ np.arange(len(counts))
-    figure(documents=int(counts.sum()), shards=shards, max_length=max_length, seconds=dealing, gigabytes=peak)
-    print(f"dealt in {dealing:.0f} s, {counts.sum() / dealing:,.0f} documents/s; peak memory {peak:.1f} GB, of which")
-    print(f"{fill.nbytes / 1e9:.1f} GB are this check's: every pack filled, none overfull, all tokens there: {whole}")
-
-
 def beside_trl(max_lengths: list[int]) -> None:
     """Compare with TRL, which plans and gathers in one function; one byte per token keeps the gathering small."""
     import pyarrow as pa
@@ -148,5 +113,5 @@ def beside_trl(max_lengths: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    with recorded(__file__, "plan_in_shards" if "--shards" in sys.argv else None):
+    with recorded(__file__):
         main()

@@ -13,10 +13,10 @@ from measure import RESULTS
 HERE = Path(__file__).parent
 HEAD = """# Benchmarks
 
-`make bench` runs them and writes `results/*.json` and this page, except for the plan in shards, which takes minutes,
-and `gpu.py`, which runs [all that needs a GPU](../docs/guides/gpus.md). To run one, call `python benchmarks/NAME.py`,
-with `--save` to keep its result. Both sides of a comparison run in turn in one process on the same data; ratios are
-medians over the rounds, with the smallest and the largest. Machines are noisy: trust ratios, not seconds.
+`make bench` runs them and writes `results/*.json` and this page, except for `gpu.py`, which runs [all that needs a
+GPU](../docs/guides/gpus.md). To run one, call `python benchmarks/NAME.py`, with `--save` to keep its result. Both sides
+of a comparison run in turn in one process on the same data; ratios are medians over the rounds, with the smallest and
+the largest. Machines are noisy: trust ratios, not seconds.
 """
 
 

@@ -15,7 +15,6 @@ _HOME_OF = {
     "BucketByLength": "strategies.bucket",
     "ComparedStrategy": "strategies.compare",
     "Comparison": "strategies.compare",
-    "DealtShard": "planning.table",
     "EpochPlan": "sampling.batching",
     "EpochSummary": "sampling.sampler",
     "FirstCome": "strategies.sequential",
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     from hf_packing.planning.length_schedule import LengthSchedule
     from hf_packing.planning.metrics import PackingMetrics
     from hf_packing.planning.plan import PackingPlan
-    from hf_packing.planning.table import DealtShard, PatternTable
+    from hf_packing.planning.table import PatternTable
     from hf_packing.report.report import PackingReport, packing_report
     from hf_packing.rows.pack import pack
     from hf_packing.rows.unpack import unpack
@@ -102,7 +101,6 @@ __all__ = [
     "BucketByLength",
     "ComparedStrategy",
     "Comparison",
-    "DealtShard",
     "EpochPlan",
     "EpochSummary",
     "FirstCome",

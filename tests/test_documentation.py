@@ -254,7 +254,6 @@ def test_examples(file):
 WITHOUT_EXAMPLE = {
     "ComparedStrategy",
     "Comparison",
-    "DealtShard",
     "EpochPlan",
     "EpochSummary",
     "IsolationReport",

@@ -32,7 +32,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "packing.png": draw_training.packing,
     "ranks_per_document.png": draw_training.ranks_per_document,
     "routes.png": draw_training.routes,
-    "shards.png": draw_training.shards,
     "shared_prefixes.png": draw_trees.shared_prefixes,
     "shortest_pack_first.png": draw_strategies.shortest_pack_first,
     "token_budget.png": draw_training.token_budget,

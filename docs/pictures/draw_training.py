@@ -290,28 +290,6 @@ def length_schedule() -> Figure:
     return figure
 
 
-def shards() -> Figure:
-    figure, (axes,) = figure_of(1, (12.5, 3.7))
-    random = np.random.default_rng(1)
-    for shard in range(3):
-        y = 2.3 - 1.25 * shard
-        box(axes, 0, y, 2.3, 0.95, f"lengths of\nshard {shard + 1}", facecolor="white")
-        arrow(axes, (2.35, y + 0.47), (2.95, y + 0.47))
-        heights = np.sort(random.random(9))[::-1] * np.linspace(0.5, 1, 9)
-        for number, height in enumerate(heights):
-            color = COLORS[number % len(COLORS)]
-            axes.add_patch(Rectangle((3.1 + 0.2 * number, y + 0.05), 0.17, 0.85 * height + 0.05, facecolor=color))
-        arrow(axes, (5.1, y + 0.47), (5.9, 1.55), connectionstyle="arc3,rad=0")
-        arrow(axes, (8.75, 1.55), (9.5, y + 0.47), connectionstyle="arc3,rad=0")
-        box(axes, 9.6, y, 2.6, 0.95, f"document, pack, place\nof shard {shard + 1}", facecolor="white")
-    box(axes, 6.0, 0.85, 2.65, 1.4, "plan_counts\none PatternTable", facecolor="#dcebf8", weight="bold")
-    note(axes, 3.1, 3.5, "np.bincount", color=INK, family="monospace")
-    note(axes, 6.0, 2.55, "sum of the counts", color=INK)
-    note(axes, 9.6, 3.5, "table.deal", color=INK, family="monospace")
-    axes.set(xlim=(-0.1, 12.4), ylim=(-0.35, 3.7))
-    return figure
-
-
 FLOORS = [
     ([("planning", "counts, patterns, plans")], "PackingPlan: which slice of which document goes where"),
     ([("strategies", "which documents share a pack")], "patterns of lengths"),

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_packing.batch.loader import datasets_being_read, refuse_dispatched_batches
+from hf_packing.batch.loader import refuse_dispatched_batches
 from hf_packing.batch.segments import (
     LongestSegment,
     check_length,
@@ -45,7 +45,6 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, offsets_of
-from hf_packing.rows.packing_trace import refuse_lost_borders
 
 Row = Mapping[str, Any]
 """One row of a dataset, as a mapping from column name to value."""
@@ -106,9 +105,8 @@ class PackingCollator:
         tree_labels: int64 [1, tokens], the label of each token that any document trains on, and otherwise -100.
 
     Raises:
-        PackingError: the rows have no tokens or no input_ids; packed rows have lost their borders; the columns of a row
-            have different lengths or give different segments; only some rows have labels, token_type_ids or another
-            column of numbers; an
+        PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
+            different segments; only some rows have labels, token_type_ids or another column of numbers; an
             attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than
             `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
             (dispatch_batches); or only some rows are rows of trees, they lack a column or have columns that contradict
@@ -324,12 +322,9 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
     in rows without another segment column; `_check_positions` checks them.
 
     Raises:
-        PackingError: rows have lost their segment columns, or the columns of a row disagree.
+        PackingError: the columns of a row disagree.
     """
-    if (names := set().union(*rows)).isdisjoint(SEGMENT_COLUMNS):
-        for dataset in datasets_being_read():
-            refuse_lost_borders(dataset, sorted(names))
-    if ATTENTION_MASK in names:
+    if ATTENTION_MASK in (names := set().union(*rows)):
         for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
             check_mask(row.get(ATTENTION_MASK, np.ones(len(ids))), len(ids), number)
     if names.isdisjoint(SEGMENT_COLUMNS):

@@ -22,13 +22,12 @@ _DENSE_LENGTHS = 1 << 22
 Overflow = Literal["split", "truncate", "drop", "error"]
 
 
-def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
+def check_lengths(lengths: Any) -> IntArray:
     """Check document lengths, and return the lengths as an integer array.
 
     Args:
         lengths: 1-d integers [documents]: document lengths in tokens, as a list, an array or any other input of
             `numpy.asarray`. A length may be 0.
-        name: name of the caller's argument, for error messages.
 
     Returns:
         int32 [documents], or int64 [documents] if a document has 2**31 tokens or more.
@@ -37,12 +36,12 @@ def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
         PackingError: `lengths` is not one-dimensional, is a masked array, has a value that is negative or not an
             integer, or has a total of 2**63 tokens or more.
     """
-    array = check_whole_numbers(name, lengths)
-    _refuse_negative(name, array)
+    array = check_whole_numbers("lengths", lengths)
+    _refuse_negative("lengths", array)
     longest, total = int(array.max(initial=0)), float(array.sum(dtype=np.float64))
     if total >= _MAX_TOKENS:
         raise PackingError(
-            f"{name}: expected fewer than 2**63 tokens in all documents together, got {total:.3g} tokens; the longest "
+            f"lengths: expected fewer than 2**63 tokens in all documents together, got {total:.3g} tokens; the longest "
             f"document has {longest} tokens"
         )
     return array.astype(np.int32 if longest <= INT32_MAX else np.int64)
@@ -127,22 +126,6 @@ def indices_in_groups(offsets: IntArray, groups: IntArray) -> tuple[IntArray, In
     return indices_in_ranges(offsets[groups], sizes), sizes
 
 
-def groups_of(indices: IntArray, offsets: IntArray) -> IntArray:
-    """Return the group g of each index, so that offsets[g] <= index < offsets[g + 1]. Empty groups have no index.
-
-    Where indices are dense, a table of all indices between them is several times as fast as a search.
-
-    Example:
-        >>> groups_of(np.array([4, 0, 2]), np.array([0, 2, 2, 5])).tolist()
-        [2, 0, 2]
-    """
-    low, end = indices.min(initial=offsets[-1]), indices.max(initial=0) + 1
-    if end - low > 4 * len(indices):
-        return np.searchsorted(offsets, indices, side="right") - 1
-    groups: IntArray = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets.clip(low, end)))[indices - low]
-    return groups
-
-
 def count_ranges(begin: IntArray, length: IntArray, size: int) -> IntArray:
     """Return how many ranges each index below `size` is in, int64 [size].
 
@@ -189,12 +172,11 @@ def counts_of_histogram(counts: IntArray) -> LengthCounts:
     return LengthCounts(length, counts[length])
 
 
-def check_counts(counts: Any, name: str = "counts") -> IntArray:
+def check_counts(counts: Any) -> IntArray:
     """Check a histogram of document lengths, and return the histogram as an int64 array.
 
     Args:
         counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens.
-        name: name of the caller's argument, for error messages.
 
     Returns:
         int64 [longest + 1].
@@ -203,12 +185,12 @@ def check_counts(counts: Any, name: str = "counts") -> IntArray:
         PackingError: `counts` is not one-dimensional, is a masked array, has a value that is negative or not an
             integer, or has a total of 2**63 or more documents or tokens.
     """
-    array = check_whole_numbers(name, counts)
-    _refuse_negative(name, array)
+    array = check_whole_numbers("counts", counts)
+    _refuse_negative("counts", array)
     documents, tokens = float(array.sum(dtype=np.float64)), float(array @ np.arange(len(array), dtype=np.float64))
     if max(documents, tokens) >= _MAX_TOKENS:
         raise PackingError(
-            f"{name}: expected fewer than 2**63 documents and fewer than 2**63 tokens, got {documents:.3g} documents "
+            f"counts: expected fewer than 2**63 documents and fewer than 2**63 tokens, got {documents:.3g} documents "
             f"and {tokens:.3g} tokens"
         )
     return array.astype(np.int64)

@@ -21,7 +21,6 @@ from hf_packing.planning.lengths import (
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
-    sort_by_length,
     sums_of,
 )
 
@@ -122,10 +121,8 @@ class Cuts:
     Groups are sorted by document length. Among groups of one length, the group of uncut documents comes first. Tokens
     after a document's last piece are dropped.
 
-    The rank of a piece is the index of the piece in a list of the pieces of all documents. To make this list, list the
-    documents group by group, list the pieces of each document from start to end, and sort the pieces by length with a
-    stable sort. The rank of a piece can be computed from the position of its document in the list of documents. So a
-    worker can compute ranks without the documents of other workers.
+    A list of all pieces has them sorted by length; pieces of equal length are in the order of the groups, of the
+    documents, and of the pieces in their document.
     """
 
     document_length: IntArray
@@ -165,38 +162,12 @@ class Cuts:
         start: IntArray = begin - np.repeat(first, self.pieces_each)
         return start
 
-    @cached_property
-    def by_length(self) -> LengthCounts:
-        """The number of documents of each length, however the documents are cut."""
-        length, first_group = np.unique(self.document_length, return_index=True)
-        return LengthCounts(length, np.add.reduceat(self.documents, first_group) if len(length) else self.documents)
-
     def counts(self) -> IntArray:
         """Return a histogram of piece lengths, int64 [longest + 1].
 
         Element n is the number of pieces of n tokens, over all documents.
         """
         return histogram(self.piece_length, np.repeat(self.documents, self.pieces_each))
-
-    @cached_property
-    def ranks(self) -> tuple[IntArray, IntArray]:
-        """Two arrays `first_rank` and `stride`, from which the rank of every piece can be computed.
-
-        The rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`). In
-        document n of the list of all documents, sorted by length and then by group, the piece with index i in
-        `piece_length` has the rank `first_rank[i] + n * stride[i]`. Both arrays are int64 [pieces].
-        """
-        order = sort_by_length(self.piece_length)
-        length, group = self.piece_length[order], np.repeat(np.arange(len(self.documents)), self.pieces_each)[order]
-        # pieces of one length and group form a run; in the list, they follow each other document by document
-        first = np.flatnonzero((np.diff(length, prepend=-1) != 0) | (np.diff(group, prepend=-1) != 0))
-        size = np.diff(first, append=len(order))
-        before = offsets_of(self.documents[group])
-        first_rank, stride = np.empty((2, len(order)), dtype=np.int64)
-        first_rank[order] = np.arange(len(order)) + np.repeat(before[first] - first, size)
-        stride[order] = np.repeat(size, size)
-        first_document = np.repeat(offsets_of(self.documents)[:-1], self.pieces_each)
-        return first_rank - first_document * stride, stride
 
 
 def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> Cuts:

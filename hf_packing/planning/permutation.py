@@ -1,8 +1,7 @@
 """Seeded random permutations that can be evaluated one element at a time, and the shuffling of packs.
 
-Plans need random orders of packs, of documents of equal length, and of the documents in each pack. A permutation stored
-as an array would require all documents on one machine. Here, a permutation is a function of (index, size, key), so
-every machine can compute any slice of the permutation, with the same result.
+Plans need random orders of packs, of documents of equal length, and of the documents in each pack. A permutation is a
+function of (index, size, key), so all documents of all lengths are permuted with a few operations on arrays.
 
 The function is a balanced Feistel network on a grid of about sqrt(size) x sqrt(size) cells. The grid may have a few
 more than `size` cells. A result that is not below `size` is permuted again until the result is below `size` (cycle
@@ -47,16 +46,13 @@ def keys_for(numbers: npt.NDArray[Any], key: np.uint64) -> _Keys:
     return mixed * _MIX
 
 
-def permute(
-    index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys, *, back: bool = False
-) -> npt.NDArray[np.int64]:
+def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
     """Return the elements of a random permutation of range(size) at the given indices.
 
     Args:
         index: integers [n], from 0 to size - 1.
         size: integers [n] or [1]: number of elements of the permutation, at least 1 and below 2**62.
         keys: uint64 [n] or [1]: random keys. Each pair of a size and a key selects one permutation.
-        back: True for the inverse: the indices at which the permutation has the elements `index`.
 
     Returns:
         int64 [n], from 0 to size - 1. With the same size and key, different indices have different results.
@@ -64,10 +60,7 @@ def permute(
     Example:
         >>> import numpy as np
         >>> size, keys = np.array([10]), np.array([7], dtype=np.uint64)
-        >>> places = permute(np.arange(10), size, keys)
-        >>> sorted(places.tolist()) == list(range(10))
-        True
-        >>> permute(places, size, keys, back=True).tolist()
+        >>> sorted(permute(np.arange(10), size, keys).tolist())
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     # a nearly square grid with at least `size` cells; the cell in row r and column c has the number r * columns + c
@@ -76,38 +69,31 @@ def permute(
     columns = (size + rows - np.uint64(1)) // rows
     # a rotation at the end, since otherwise, for sizes such as 3 and 5, some results would be a few percent more likely
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
-    cell = index.astype(np.uint64)
-    if back:
-        cell = _turn(cell, rotation, size, back)
-    cell = _permute_cells(back, cell, rows, columns, keys)
+    cell = _permute_cells(index.astype(np.uint64), rows, columns, keys)
     outside = np.flatnonzero(cell >= size)
     while outside.size:
         grid = (np.broadcast_to(each, cell.shape)[outside] for each in (rows, columns, keys))
-        cell[outside] = _permute_cells(back, cell[outside], *grid)
+        cell[outside] = _permute_cells(cell[outside], *grid)
         outside = outside[cell[outside] >= np.broadcast_to(size, cell.shape)[outside]]
-    return (cell if back else _turn(cell, rotation, size, back)).astype(np.int64)
+    return _turn(cell, rotation, size).astype(np.int64)
 
 
-def shuffle_indices(index: IntArray, size: int, seed: int | None, purpose: str) -> IntArray:
-    """Return the elements of a random permutation of range(size) at the given indices; without a seed, the indices.
+def random_order(size: int, seed: int | None, purpose: str) -> IntArray:
+    """Return a random permutation of range(size), int64 [size]; without a seed, range(size).
 
     The permutation depends on the seed and on the string `purpose`, so one seed can be used for several purposes.
     """
-    if seed is None:
-        return index
-    sizes, key = np.array([size]), np.array([derive_key(seed, purpose)])
-    blocks = [permute(index[at : at + _AT_ONCE], sizes, key) for at in range(0, len(index), _AT_ONCE)]
-    return np.concatenate([index[:0], *blocks])
-
-
-def random_order(size: int, seed: int, purpose: str) -> IntArray:
-    """Return a random permutation of range(size), int64 [size]; see `shuffle_indices`."""
-    return shuffle_indices(np.arange(size), size, seed, purpose)
+    order = np.arange(size)
+    if seed is not None:
+        sizes, key = np.array([size]), np.array([derive_key(seed, purpose)])
+        for begin in range(0, size, _AT_ONCE):
+            order[begin : begin + _AT_ONCE] = permute(order[begin : begin + _AT_ONCE], sizes, key)
+    return order
 
 
 def order_of_packs(packs: int, seed: int | None) -> IntArray:
     """Return the old indices of packs in their new order, int64 [packs], as `shuffle_packs` does; None for the old."""
-    return np.arange(packs) if seed is None else random_order(packs, seed, "order of packs")
+    return random_order(packs, seed, "order of packs")
 
 
 def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -149,16 +135,16 @@ def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> 
     return segments, offsets_of(sizes)[offsets], packs
 
 
-def _permute_cells(back: bool, cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
-    """Return where each cell of a grid goes, or with `back`, where it comes from."""
+def _permute_cells(cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
+    """Return where each cell of a grid goes."""
     row = cell // columns
     column = cell - row * columns
-    for number in range(_ROUNDS)[:: -1 if back else 1]:
+    for number in range(_ROUNDS):
         key = keys + _ROUND_KEYS[number]
         if number % 2 == 0:
-            row = _turn(row, _hash_below(column, rows, key), rows, back)
+            row = _turn(row, _hash_below(column, rows, key), rows)
         else:
-            column = _turn(column, _hash_below(row, columns, key), columns, back)
+            column = _turn(column, _hash_below(row, columns, key), columns)
     return row * columns + column
 
 
@@ -172,8 +158,8 @@ def _hash_below(value: _Keys, bound: _Keys, key: _Keys) -> _Keys:
     return mixed
 
 
-def _turn(value: _Keys, by: _Keys, bound: _Keys, back: bool) -> _Keys:
-    """Add `by` to a value modulo `bound`, or with `back`, subtract it. Of two results, the wrong one wraps around."""
-    turned = value - by if back else value + by
-    np.minimum(turned, turned + bound if back else turned - bound, out=turned)
+def _turn(value: _Keys, by: _Keys, bound: _Keys) -> _Keys:
+    """Add `by` to a value modulo `bound`. If the sum is below `bound`, subtracting `bound` wraps around."""
+    turned = value + by
+    np.minimum(turned, turned - bound, out=turned)
     return turned

@@ -12,7 +12,6 @@ used instead, ranks would be idle for a third of the time. Tokens are sent as sp
 depend on the number of tokens. Laying out a row takes about half a millisecond, and its exchange a tenth of that.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,12 +24,12 @@ LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
 model of width 2048."""
 
-_EVEN = 0.98
-"""A layout is even enough if the mean work of its ranks is at least this share of the largest."""
-
-_SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
+_SHARES = (1.0, 0.5, 0.25, 0.1)
 """A document stays whole if its work is at most this share of the mean work of a rank. If the layout is then uneven,
 the next share is tried. The fewer documents are split, the fewer tokens are exchanged."""
+
+_EVEN = 0.98
+"""A layout is even enough if the mean work of its ranks is at least this share of the largest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +92,7 @@ def lay_out(
 
     Documents are placed in turn, costliest first, on the ranks with the least work so far that have room. A document
     takes as few ranks as its tokens and its work allow. On each of several ranks it has two chunks, one from either
-    end. If it has no room as a whole, or in equal parts, it fills the free space of several ranks. At last, ranks with
-    much work give others the heads of documents.
+    end. If it has no room as a whole, or in equal parts, it fills the free space of several ranks.
 
     Args:
         lengths: integers [documents], tokens: the length of each document of the row, at least 1. All together have at
@@ -121,34 +119,30 @@ def lay_out(
     assert row.sum() <= ranks * max_tokens
     if ranks == 1:
         return RankLayout(row, Pieces.whole(row), np.zeros(len(row), np.int64), 1)
-    best, least = [], (True, math.inf)
     for share in _SHARES:
-        placed, work = _place(row.tolist(), ranks, max_tokens, linear_cost, share)
-        uneven = min(work) == 0, max(work)
-        if uneven < least:
-            best, least = placed, uneven
-        if min(work) > 0 and sum(work) >= _EVEN * ranks * max(work):
+        pieces, work = _place(row, ranks, max_tokens, linear_cost, share)
+        if sum(work) >= _EVEN * ranks * max(work):
             break
-    rank, document, start, end = np.array(sorted(best), dtype=np.int64).T
+    rank, document, start, end = np.array(sorted(pieces), dtype=np.int64).T
     return RankLayout(row, Pieces(document, start, end - start), rank, ranks)
 
 
 def _place(
-    lengths: list[int], ranks: int, max_tokens: int, linear_cost: float, share: float
+    row: IntArray, ranks: int, max_tokens: int, linear_cost: float, share: float
 ) -> tuple[list[tuple[int, int, int, int]], list[float]]:
     """Place the documents of a row, and split those whose work is more than a share of the mean work of a rank.
 
     Returns:
         The pieces (rank, document, start, end), in any order, and the work of each rank.
     """
-    cost = [linear_cost * length + length * length for length in lengths]
-    largest_whole = math.fsum(cost) / ranks * share / _EVEN
+    cost = linear_cost * row + row * row
+    parts_by_cost = np.ceil(cost * ranks / (cost.sum() * share))
     room, work, pieces = [max_tokens] * ranks, [0.0] * ranks, []
-    for document in sorted(range(len(lengths)), key=lambda document: -lengths[document]):
-        length, parts = lengths[document], range(1, 2)
+    for document in np.argsort(-row, kind="stable").tolist():
+        length, parts = int(row[document]), range(1, 2)
         if length >= 2 * ranks:  # else chunks would be empty
-            by_cost = math.ceil(cost[document] / largest_whole) if largest_whole else ranks
-            parts = range(min(max(by_cost, -(-length // max_tokens)), ranks), ranks + 1)
+            fewest = max(int(parts_by_cost[document]), -(-length // max_tokens), ranks + 1 - len(row))
+            parts = range(min(fewest, ranks), ranks + 1)
         for number in parts:
             with_room = [rank for rank in range(ranks) if room[rank] * number >= length]
             if len(with_room) >= number:
@@ -161,38 +155,7 @@ def _place(
             room[rank] -= end - start
             work[rank] += linear_cost * (end - start) + end * end - start * start
     assert min(room) >= 0
-    _level(pieces, room, work, lengths, linear_cost)
     return pieces, work
-
-
-def _level(
-    pieces: list[tuple[int, int, int, int]], room: list[int], work: list[float], lengths: list[int], linear_cost: float
-) -> None:
-    """Level the work of ranks: the one with the most gives the head of a whole document to the one with the least.
-
-    Only the tokens of the head are exchanged for this. But ranks without room get nothing, so in rows that are almost
-    full, more documents have to be split. `pieces`, `room` and `work` are changed.
-    """
-    mean, ranks = math.fsum(work) / len(work), range(len(work))
-    for _ in ranks:
-        most = max(ranks, key=work.__getitem__)
-        least = min((rank for rank in ranks if room[rank]), key=work.__getitem__, default=most)
-        moved = min(work[most] - mean, mean - work[least])
-        if mean >= _EVEN * work[most] or moved <= 0:
-            return
-        half = linear_cost / 2  # and linear_cost * head + head * head = moved
-        head = min(math.ceil(moved / (half + math.sqrt(half * half + moved))), room[least])
-        for index, (rank, document, start, end) in enumerate(pieces):
-            if rank == most and end - start == lengths[document] > max(head, 2 * len(work)):
-                pieces[index] = most, document, head, end
-                pieces.append((least, document, 0, head))
-                break
-        else:
-            return
-        given = linear_cost * head + head * head
-        for rank, sign in ((most, 1), (least, -1)):
-            room[rank] += sign * head
-            work[rank] -= sign * given
 
 
 def _zigzag(ranks: list[int], length: int) -> list[tuple[int, int, int]]:

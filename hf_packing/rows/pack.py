@@ -237,7 +237,7 @@ def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packi
     known = dataset.info
     description = known.description
     if packing.fewest_shared is None and plan.num_segments > plan.num_packs:
-        description = with_trace(description, int(plan.segment_length.sum(dtype=np.int64)), plan.num_segments)
+        description = with_trace(description)
     return datasets.DatasetInfo(
         description=description, citation=known.citation, homepage=known.homepage, license=known.license
     )

@@ -178,13 +178,10 @@ def with_typed_empty_lists(table: pa.Table) -> pa.Table:
     return table.cast(pa.schema(types | dict.fromkeys(untyped, pa.list_(pa.int32()))))
 
 
-def columns_left_out(schema: pa.Schema, removed: Collection[str] = ()) -> list[str]:
-    """Return names and types of the columns that do not have lists of numbers, except the columns in `removed`."""
-    return [
-        f"{field.name!r} ({field.type})"
-        for field in schema
-        if field.name not in (INPUT_IDS, *removed) and not is_token_type(field.type)
-    ]
+def columns_left_out(schema: pa.Schema) -> list[str]:
+    """Return names and types of the columns that do not have lists of numbers."""
+    others = [field for field in schema if field.name != INPUT_IDS and not is_token_type(field.type)]
+    return [f"{field.name!r} ({field.type})" for field in others]
 
 
 _FEW_VALUES = 16

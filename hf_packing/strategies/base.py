@@ -387,7 +387,8 @@ def read_lengths(lengths: Any) -> IntArray:
 def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
     """Plan packs from a histogram of document lengths, without assigning documents to the packs yet.
 
-    Use this function if the lengths of all documents do not fit in memory, or if several workers pack one dataset.
+    Use this function to compare strategies, or to see what packing gains, where the lengths of all documents do not fit
+    in memory.
 
     Args:
         counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens, as returned by
@@ -395,8 +396,7 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
         strategy: strategy that needs only counts of lengths, such as BestFit, Optimal or Bucket.
 
     Returns:
-        PatternTable: the packs to make. The table's method `deal` assigns documents to packs, one shard of documents
-        at a time. All shards together get the same packs as with `plan_packing`.
+        PatternTable: the packs to make, and their metrics. `plan_packing` makes the same packs of the lengths.
 
     Raises:
         PackingError: `counts` are negative, not integers or not 1-d, `strategy` is not a strategy that needs only

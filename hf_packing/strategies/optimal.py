@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +13,7 @@ from hf_packing.checks import check_real, set_fields
 from hf_packing.planning.best_fit import best_fit_patterns
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import pack_lower_bound
-from hf_packing.planning.patterns import Patterns
+from hf_packing.planning.patterns import Patterns, patterns_from_runs
 from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
 from hf_packing.strategies.column_generation import (
     LEAST_GAIN,
@@ -29,8 +28,8 @@ from hf_packing.strategies.column_generation import (
 
 _SHARE_FOR_FRACTIONS = 0.6
 """Share of the time limit that column generation may use. The remaining time is for rounding to whole packs."""
-_FEW_SEGMENTS = 64
-"""Maximum number of segments for which the problem may also be solved exactly by integer programming."""
+_FEW_SEGMENTS = 8
+"""Number of segments up to which all ways to pack them, at most 4,140, are tried if column generation leaves a gap."""
 
 
 @register_strategy
@@ -145,9 +144,8 @@ def _optimal_packs(
     if not (relaxation.finished and to_its_end):
         how += f", stopped by the time limit of {time_limit:g} s"
     if min(found.num_packs, best_fit.num_packs) > bound and int(counts.sum()) <= _FEW_SEGMENTS:
-        exact = fewest_packs_of_few(counts, capacity, max_documents, deadline)
-        if exact is not None:
-            return Solution(exact, exact.num_packs, "exact solution by integer programming")
+        exact = fewest_packs_of_few(counts, capacity, max_documents)
+        return Solution(exact, exact.num_packs, "the fewest packs of all ways to pack so few segments")
     if found.num_packs >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit, since no fewer packs were found with {how}")
     return Solution(found, bound, how)
@@ -168,45 +166,25 @@ def _proven_bound(counts: IntArray, slots: IntArray, problem: Problem, duals: Du
     return int(np.ceil(bound * (1 - LEAST_GAIN * (problem.capacity + 1)) - ROUNDING))
 
 
-_MOST_WAYS = 1 << 14
-
-
-def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | None, deadline: float) -> Patterns | None:
-    """Solve the packing problem exactly by integer programming, for few segments.
+def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | None) -> Patterns:
+    """Try all ways to pack a few segments, and return the first with the fewest packs.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
         capacity: capacity of each pack, in tokens.
         max_documents: maximum number of segments in a pack; None for no limit.
-        deadline: value of `time.monotonic()` at which the solver stops, in seconds.
-
-    Returns:
-        Patterns of the fewest packs possible; None if there are more than 2**14 ways to fill a pack or the time runs
-        out.
     """
-    lengths = np.flatnonzero(counts)
-    demand = counts[lengths]
-    ways: list[tuple[tuple[int, ...], int, int]] = [((), capacity, max_documents or capacity)]
-    for length, number in zip(lengths.tolist(), demand.tolist(), strict=True):
+    ways: list[list[list[int]]] = [[]]
+    for length in np.repeat(np.arange(len(counts)), counts).tolist():
         ways = [
-            ((*way, copies), room - copies * length, left - copies)
-            for way, room, left in ways
-            for copies in range(min(number, room // length, left) + 1)
+            [*way[:place], [*pack, length], *way[place + 1 :]]
+            for way in ways
+            for place, pack in enumerate([*way, []])
+            if sum(pack) + length <= capacity and len(pack) < (max_documents or capacity)
         ]
-        if len(ways) > _MOST_WAYS:
-            return None
-    optimize: Any = load_scipy_optimize("Optimal")
-    columns = np.array([way for way, _, _ in ways[1:]]).T  # the first way is an empty pack
-    result = optimize.milp(
-        np.ones(columns.shape[1]),
-        integrality=np.ones(columns.shape[1]),
-        constraints=optimize.LinearConstraint(columns, lb=demand),
-        options={"time_limit": max(0.0, deadline - time.monotonic())},
-    )
-    if result.status != 0:
-        return None
-    packs = np.rint(result.x).astype(np.int64)
-    return fill_columns(packs, columns, lengths, counts, capacity, max_documents)
+    fewest = min(ways, key=len)
+    runs = [(length, number, 1, 1) for number, pack in enumerate(fewest) for length in pack]
+    return patterns_from_runs(runs, len(fewest), capacity)
 
 
 _MAX_SLOTS = 1000

@@ -22,7 +22,7 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.planning.permutation import order_of_packs, random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.table import Slots
+from hf_packing.planning.table import place_segments
 from hf_packing.planning.windows import WindowPlan
 from hf_packing.strategies.base import Strategy, register_strategy
 
@@ -184,7 +184,7 @@ def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
     """
     if order == "dataset":
         return np.arange(len(length))
-    turn = np.arange(len(length)) if seed is None else random_order(len(length), seed, "documents")
+    turn = random_order(len(length), seed, "documents")
     return turn if order == "random" else turn[sort_by_length(length[turn])[::-1]]
 
 
@@ -285,7 +285,7 @@ def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
     )
     sizes = np.repeat(patterns.segments_per_pack(), patterns.packs)
     by_length = sort_by_length(lengths)
-    pack, place = Slots(patterns, seed=None).find(lengths[by_length], np.arange(len(lengths)))
     order = np.empty(len(lengths), dtype=np.int64)
-    order[offsets_of(sizes)[pack] + place] = by_length
+    for target, piece, _ in place_segments(patterns, offsets_of(sizes), seed=None):
+        order[target] = by_length[piece]
     return order, sizes

@@ -81,8 +81,8 @@ def table_1(sizes: list[int], sample: int, report: Report) -> None:
         {plan.num_packs:,}; ours is {theirs.seconds / ours.seconds:.0f} times as fast.
 
         Our time grows with the number of distinct lengths, and with the number of documents only where each is given
-        its place: from counts alone, a billion take no longer than a million, and are then dealt shard by shard. The
-        paper used another machine, so the ratio measured on this one is the fair comparison.
+        its place: from counts alone, a billion take no longer than a million. The paper used another machine, so the
+        ratio measured on this one is the fair comparison.
     """)
 
 

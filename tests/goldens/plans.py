@@ -66,17 +66,14 @@ def by_scipy(_: Path) -> dict[str, str]:
 
 
 def of_counts(_: Path) -> dict[str, str]:
-    """Pattern tables from histograms, and the documents that they deal to two shards."""
+    """Pattern tables from histograms, and the plans that they make."""
     found = {}
     for strategy in (hfp.BestFit(LONGEST), hfp.ShortestPackFirst(LONGEST, max_documents=4), hfp.Bucket(_BUCKETS)):
         for name, lengths in sets_of_lengths().items():
             table = hfp.plan_counts(np.bincount(lengths), strategy)
-            half = len(lengths) // 2
-            shards = [table.deal(lengths[:half]), table.deal(lengths[half:], np.bincount(lengths[:half]))]
-            dealt = digest([list(vars(shard).values()) for shard in shards])
             metrics = digest(vars(table.metrics()))
             found[f"{type(strategy).__name__}, {name}"] = (
-                f"{table.num_packs} packs {table.plan(lengths).fingerprint[:12]} dealt {dealt} metrics {metrics}"
+                f"{table.num_packs} packs {table.plan(lengths).fingerprint[:12]} metrics {metrics}"
             )
     return found
 

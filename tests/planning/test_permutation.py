@@ -1,4 +1,4 @@
-"""Permutations evaluated place by place: bijections, even, and different for each key; and shuffled packs."""
+"""Permutations as functions of the place: bijections, even, and different for each key; and shuffled packs."""
 
 import numpy as np
 import pytest

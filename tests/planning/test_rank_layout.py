@@ -135,14 +135,6 @@ def test_few_documents_are_split_if_short_ones_level_the_work(rng):
     assert split.tolist() == [0, 1, 2]
 
 
-def test_a_row_with_free_space_is_leveled_by_few_tokens():
-    """Four ranks have three documents, four have two and get half of one: the tokens that are sent."""
-    layout = lay_out([5000] * 20, 8, 16384)
-    assert evenness(12288 * layout.tokens + layout.attention_cost) > 0.98
-    assert layout.num_split == 4
-    assert plan_exchange(layout).received.sum() < 0.12 * layout.tokens.sum()
-
-
 def literal_needs(layout, is_causal, window, chunk):
     """The places that each rank holds, and those that its tokens attend to, token by token."""
     begin = offsets_of(layout.lengths)

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import ConcatDataset, Subset
 
 import hf_packing as hfp
-from hf_packing.rows.packing_trace import has_packs, is_packed, stored_datasets
+from hf_packing.rows.packing_trace import is_packed, stored_datasets
 from hf_packing.sampling.sizes import sizes_of
 
 IDS, LABELS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[-100, -100, 3], [-100, 5], [-100, -100, -100, 9]]
@@ -39,8 +39,14 @@ def packed_labels(documents, how):
     return sorted(np.concatenate([batch["labels"][0].numpy() for batch in rows]).tolist())
 
 
-@pytest.mark.parametrize("how", ["pack", "pack a DatasetDict", "map", "prepare_dataloader"])
-@pytest.mark.parametrize("form", [*HIDING, *SHOWING], ids=str)
+FUNCTIONS = ["pack", "pack a DatasetDict", "prepare_dataloader"]
+
+
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [*((how, form) for how in FUNCTIONS for form in HIDING + SHOWING), *(("map", form) for form in SHOWING)],
+    ids=str,
+)
 def test_labels_are_those_of_a_stock_loader(documents, how, form):
     formatted = documents.with_format(**form)
     stock = torch.utils.data.DataLoader(formatted, collate_fn=hfp.PackingCollator())
@@ -52,9 +58,9 @@ def test_labels_are_those_of_a_stock_loader(documents, how, form):
 def test_hidden_loss_masks_are_not_there_and_the_cache_knows(documents):
     masked = documents.remove_columns("labels").add_column("completion_mask", [[0] * len(row) for row in IDS])
     hidden = masked.with_format(columns=["input_ids"])
-    packed = hidden.map(hfp.BestFit(8, seed=None), batched=True)
+    packed = hfp.pack(hidden, hfp.BestFit(8, seed=None))
     assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
-    assert sum(row.count(-100) for row in packed.with_format(None)["labels"]) == 3
+    assert sum(row.count(-100) for row in packed["labels"]) == 3
     (batch,) = hfp.prepare_dataloader(Accelerator(cpu=True), hidden, hfp.TokenBudget(16))
     assert int((batch["labels"] == -100).sum()) == 3
     source = documents.remove_columns("text")
@@ -79,7 +85,6 @@ def test_hidden_input_ids_are_missing_and_padding_is_found_under_a_hidden_mask(c
     hidden = Dataset.from_dict(columns).with_format(columns=[shown])
     for call in (
         lambda: hfp.pack(hidden, hfp.BestFit(8)),
-        lambda: hidden.map(hfp.BestFit(8), batched=True),
         lambda: list(hfp.prepare_dataloader(Accelerator(cpu=True), hidden, hfp.TokenBudget(8))),
     ):
         with pytest.raises(hfp.PackingError, match=message):
@@ -96,31 +101,23 @@ def test_hidden_borders_of_packed_rows(documents):
         for call in (
             lambda: sizes_of(hidden),  # noqa: B023
             lambda: hfp.pack(hidden, hfp.BestFit(8)),  # noqa: B023
-            lambda: hidden.map(hfp.BestFit(8), batched=True),  # noqa: B023
         ):
             with pytest.raises(hfp.PackingError, match="dataset: expected the column seq_lengths or position_ids"):
                 call()
 
 
 @pytest.mark.filterwarnings("ignore:(pack|packing) applies completion_mask:UserWarning")
-def test_what_map_would_hide_of_packed_rows(documents):
+def test_loss_masks_where_labels_are_hidden_or_shown(documents):
     masked = documents.add_column("completion_mask", [[0] * len(row) for row in IDS]).remove_columns("text")
     hidden = masked.with_format("torch", columns=["input_ids", "completion_mask"])
-    with pytest.raises(hfp.PackingError, match="column 'labels': expected no hidden column of this name"):
-        hidden.map(hfp.BestFit(8), batched=True)
     shown = masked.with_format("torch", columns=["input_ids", "completion_mask"], output_all_columns=True)
     removed = hidden.remove_columns("labels")
     strategy = hfp.BestFit(8)
-    for packed in (hfp.pack(hidden, strategy), shown.map(strategy, batched=True), removed.map(strategy, batched=True)):
+    mapped = [each.map(strategy, batched=True, remove_columns=each.column_names) for each in (shown, removed)]
+    for packed in (hfp.pack(hidden, strategy), *mapped):
         labels = np.concatenate([np.asarray(row["labels"]) for row in packed])
         assert len(labels) == 9
         assert (labels == -100).all()
-
-
-def test_buckets_that_map_would_hide(documents):
-    hidden = documents.add_column("bucket", [1, 2, 3]).with_format(columns=["input_ids"])
-    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no hidden column of this name"):
-        hidden.map(hfp.Bucket((4, 8)), batched=True)
 
 
 DOCUMENTS = [[1, 2, 3], [4, 5], [6], [7, 8]]
@@ -134,7 +131,7 @@ def test_a_dataset_says_that_it_is_packed_and_packed_again():
     info = datasets.DatasetInfo(description="Mine")
     documents = datasets.Dataset.from_dict({"input_ids": DOCUMENTS}, info=info)
     for rows in (hfp.pack(documents, hfp.BestFit(4)), hfp.pack(documents, hfp.BestFit(4))):  # the second from the cache
-        assert rows.info.description == "Mine\n\nPacked by hf_packing: 8 tokens in 4 segments."
+        assert rows.info.description == "Mine\n\nPacked by hf_packing: several documents in a row."
         assert hfp.unpack(rows)["input_ids"][:] == DOCUMENTS
     assert documents.info.description == "Mine"
     alone = hfp.pack(documents, hfp.BestFit(3, seed=None)).select([0])
@@ -142,13 +139,6 @@ def test_a_dataset_says_that_it_is_packed_and_packed_again():
     assert not is_packed(hfp.pack(documents.select([0]), hfp.BestFit(4)))  # no row has several documents
     assert not is_packed(hfp.pack(documents, hfp.BestFit(4), share_prefixes=True))  # has other columns, which say it
     assert is_packed(hfp.pack(documents.to_iterable_dataset(), hfp.BestFit(4)))
-    rows, names = packed(), ["input_ids", "seq_lengths"]
-    assert has_packs(rows, names)
-    assert has_packs(rows.shuffle().select([0]), names)
-    assert not has_packs(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), names)
-    again = rows.remove_columns("seq_lengths").add_column("seq_lengths", [[sum(each)] for each in rows["seq_lengths"]])
-    with pytest.raises(hfp.PackingError, match="expected the 4 segments in which pack\\(\\) packed 8 tokens, got 2"):
-        has_packs(again, names)
 
 
 def test_datasets_and_wrappers_keep_the_trace(tmp_path):

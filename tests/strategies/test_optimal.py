@@ -17,7 +17,7 @@ from plans import fewest_packs
 from scipy import optimize
 
 import hf_packing as hfp
-from hf_packing.strategies import column_generation, nnls
+from hf_packing.strategies import nnls
 from hf_packing.strategies import optimal as of_optimal
 from hf_packing.strategies.column_generation import fill_columns, generate_columns, most_valuable_packs
 
@@ -86,7 +86,7 @@ def test_lengths_are_rounded_up_if_they_are_many_or_packs_are_long(rng, monkeypa
     assert table.metrics().lower_bound >= best_fit.metrics().lower_bound
 
 
-def test_the_dive_reaches_the_bound_or_few_documents_are_solved_exactly(monkeypatch):
+def test_the_dive_reaches_the_bound(monkeypatch):
     """Rounding the fractions once leaves 752 packs here; few steps of the dive bring 750."""
     filled = []
 
@@ -100,14 +100,18 @@ def test_the_dive_reaches_the_bound_or_few_documents_are_solved_exactly(monkeypa
     assert table.num_packs == table.metrics().lower_bound == 750
     assert hfp.plan_counts(counts, hfp.BestFit(400)).num_packs > 750
     assert 1 < len(filled) < 13  # before the first step and after each
-    dive = column_generation.dive
-    monkeypatch.setattr(of_optimal, "dive", lambda *given: dive(*given[:-1], 0.0))  # one that is out of time at once
-    lengths = np.random.default_rng(7).integers(10, 35, 30)
-    exact = hfp.plan_packing(lengths, hfp.Optimal(70))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "limit"),
+    [([6, 16, 7, 17, 8, 10], 38, 3), ([7, 18, 12, 17, 8, 11], 37, None), ([3, 2, 4, 2, 6, 1, 1, 1], 13, 4)],
+)
+def test_few_documents_that_column_generation_does_not_pack_best(monkeypatch, lengths, capacity, limit):
+    strategy = hfp.Optimal(capacity, max_documents=limit)
+    plan = hfp.plan_packing(lengths, strategy)
+    assert plan.num_packs == plan.metrics().lower_bound == fewest_packs(lengths, capacity, limit)
     monkeypatch.setattr(of_optimal, "_FEW_SEGMENTS", 0)
-    short = hfp.plan_packing(lengths, hfp.Optimal(70))
-    assert exact.num_packs < short.num_packs
-    assert exact.metrics().lower_bound == exact.num_packs
+    assert hfp.plan_packing(lengths, strategy).num_packs > plan.num_packs
 
 
 @st.composite
