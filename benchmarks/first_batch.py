@@ -1,5 +1,6 @@
-"""What the proofs on the first batch cost, of isolation and of the step, compared with training steps on the same batch:
-time and peak memory.
+"""What the proofs of isolation and of the step on the first batch cost, compared with training steps on the same batch.
+
+Both time and peak memory are measured.
 
 Processes that do nothing else measure the peak memory: of a training step, and of both proofs.
 

@@ -79,7 +79,8 @@ def test_a_batch_of_one_document_proves_the_step_alone(tmp_path):
     trainer = trainer_of(tmp_path, model=patched(**LONG), data=documents([210] * 4), max_steps=1)
     summary = hfp.attach(trainer, hfp.TokenBudget(210))
     trainer.train()
-    assert str(summary).splitlines()[-1].startswith("step: proven on the first training batch: 3 documents of 63 tokens")
+    last = str(summary).splitlines()[-1]
+    assert last.startswith("step: proven on the first training batch: 3 documents of 63 tokens")
     assert "isolation" not in str(summary)
 
 
