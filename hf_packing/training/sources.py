@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import datasets
@@ -162,9 +162,8 @@ class PackedRows:
         None if it is not a document of the dataset as it is."""
         rows, sampler = self._rows(), self.sampler
         is_whole = self.reading.masking is None and sampler.rows.pieces is None and not sampler.sizes.packed
-        planned = islice((row for micro_batch in sampler for row in micro_batch if not row[1]), count)
-        for row in planned:
-            yield row[0] if is_whole else None, rows.__getitems__([row])[0]
+        for row in islice(chain.from_iterable(sampler), count):
+            yield row[0] if is_whole and not row[1] else None, rows.__getitems__([row])[0]
 
     def batch_of(self, documents: Sequence[Row], accelerator: Accelerator, collate: PackingCollator) -> Batch:
         """Return the batch of some documents, with input_ids and labels, as training makes it. Of a row on several

@@ -25,6 +25,7 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABELS,
     MAX_LENGTHS,
+    PADDING_SEGMENT,
     POSITION_IDS,
     SEGMENT_COLUMNS,
     SEQ_IDX,
@@ -60,11 +61,11 @@ _NOT_OF_TOKENS = {*SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS}
 
 
 def documents_of(batch: Batch) -> list[Document]:
-    """Return the documents of a packed batch or a batch of trees, without copies and filled tokens."""
+    """Return the documents of a packed batch or a batch of trees, without filled tokens."""
     ids = batch[INPUT_IDS]
     columns = {name: each for name, each in batch.items() if name not in _NOT_OF_TOKENS and _is_like(each, ids)}
     if not is_tree_batch(batch):
-        borders, is_own = batch[CU_SEQ_LENS[0]].long().tolist(), batch[SEQ_IDX][0] >= 0
+        borders, is_own = batch[CU_SEQ_LENS[0]].tolist(), batch[SEQ_IDX][0] != PADDING_SEGMENT
         places = [begin + is_own[begin:end].nonzero()[:, 0] for begin, end in pairwise(borders)]
         return [{name: each[:, own] for name, each in columns.items()} for own in places if len(own)]
     found, trees, (documents, tokens) = [], trees_of(batch), documents_and_tokens(batch)
@@ -120,7 +121,7 @@ class PackedCase(StepCase):
         padding, they have equal lengths, and other numbers of labels."""
         most = max(_FEW_TOKENS, (self.most_tokens or 0) // _SHARE)
         longest = min(self.longest or most, most // _FEWEST)
-        usable = [each for each in self.documents if _length(each) > 1]
+        usable = [each for each in self.documents if _length(each) > 1] or [*self.documents]
         if not self.makes_trees:
             usable = sorted((self._part(each, longest) for each in usable), key=self._rank)
         number = _MOST if self.collator.max_segments is None else min(_MOST, self.collator.max_segments - 1)
