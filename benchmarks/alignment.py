@@ -1,4 +1,4 @@
-"""What multiples cost that FP8 and tensor parallelism ask for: tokens that fill up documents and micro-batches.
+"""What multiples cost that FP8 and tensor parallelism ask for: tokens that fill up micro-batches.
 
 python benchmarks/alignment.py
 
@@ -30,9 +30,9 @@ def drawn(name: str, documents: int) -> np.ndarray:
     return np.random.default_rng(0).choice(lengths, documents).astype(np.int64)
 
 
-def planned(lengths: np.ndarray, **multiples: int) -> tuple[int, float]:
+def planned(lengths: np.ndarray, align_tokens: int = 1) -> tuple[int, float]:
     """Return the number of micro-batches over all ranks, and filled tokens as a share of the documents' tokens."""
-    budget = hfp.TokenBudget(TOKENS, overflow="split", **multiples)
+    budget = hfp.TokenBudget(TOKENS, overflow="split", align_tokens=align_tokens)
     summary = RankBatchSampler(budget, sizes_of_documents(lengths), RANKS).summary()
     assert summary.largest_micro_batch <= TOKENS
     return summary.num_micro_batches * RANKS, (summary.filled or 0) / summary.tokens
@@ -44,16 +44,15 @@ def main() -> None:
     documents = parser.parse_args().documents
     print(machine("hf-packing", "numpy"))
     print("lengths from HF_PACKING_DATA" if DATA.exists() else "lengths from log-normal distributions")
-    names = [(name, multiple) for name in ("align_documents", "align_tokens") for multiple in MULTIPLES]
-    print(f"\n{'':<10}{'mean':>8}" + "".join(f"{f'{name}={multiple}':>22}" for name, multiple in names))
-    print(f"{'set':<10}{'tokens':>8}" + f"{'filled':>14}{'more':>8}" * len(names))
+    print(f"\n{'':<10}{'mean':>8}" + "".join(f"{f'align_tokens={multiple}':>22}" for multiple in MULTIPLES))
+    print(f"{'set':<10}{'tokens':>8}" + f"{'filled':>14}{'more':>8}" * len(MULTIPLES))
     for name in SETS:
         lengths = drawn(name, documents)
         least, _ = planned(lengths)
         line = f"{name:<10}{lengths.mean():>8,.0f}"
-        for argument, multiple in names:
-            batches, filled = planned(lengths, **{argument: multiple})
-            figure(set=name, argument=argument, multiple=multiple, filled=filled, more=batches / least - 1)
+        for multiple in MULTIPLES:
+            batches, filled = planned(lengths, multiple)
+            figure(set=name, multiple=multiple, filled=filled, more=batches / least - 1)
             line += f"{filled:>14.2%}{batches / least - 1:>8.2%}"
         print(line, flush=True)
 

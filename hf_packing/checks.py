@@ -8,7 +8,6 @@ import re
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from math import lcm
 from typing import Any, get_args
 
 import numpy as np
@@ -39,26 +38,15 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int 
     return int(value)
 
 
-ALIGNMENT = ("align_documents", "align_tokens")
-"""The arguments that ask for multiples: of every document's length, and of the number of tokens in a batch."""
-
-
-def check_alignment(aligned: Any) -> int:
-    """Return what the number of tokens in a batch is a multiple of, given an object with both arguments of ALIGNMENT:
-    their least common multiple, so that what fills up the batch is aligned, too."""
-    return lcm(*(check_whole_number(name, getattr(aligned, name)) for name in ALIGNMENT))
-
-
 def refuse_alignment(aligned: Any, why: str) -> None:
-    """Raise PackingError if an object has an argument of ALIGNMENT other than 1."""
-    for name in ALIGNMENT:
-        if (value := getattr(aligned, name)) != 1:
-            raise PackingError(f"{name}: expected 1 {why}, got {value}")
+    """Raise PackingError if the `align_tokens` of an object is not 1."""
+    if aligned.align_tokens != 1:
+        raise PackingError(f"align_tokens: expected 1 {why}, got {aligned.align_tokens}")
 
 
 class ShowsAlignment:
-    """A base class of dataclasses, whose text shows the arguments of ALIGNMENT only if they are not 1, so that texts
-    stored without them still compare equal."""
+    """A base class of dataclasses, whose text shows `align_tokens` only if it is not 1, so that texts stored without it
+    still compare equal."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -67,7 +55,8 @@ class ShowsAlignment:
 
     def __repr__(self) -> str:
         shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}  # type: ignore[arg-type]
-        aligned = {name: value for name in ALIGNMENT if (value := shown.pop(name, 1)) != 1}
+        value = shown.pop("align_tokens")
+        aligned = {} if value == 1 else {"align_tokens": value}
         arguments = ", ".join(f"{name}={value!r}" for name, value in (shown | aligned).items())
         return f"{type(self).__qualname__}({arguments})"
 

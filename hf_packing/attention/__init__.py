@@ -77,7 +77,7 @@ from hf_packing.attention.patch import (
 )
 from hf_packing.attention.proof import Proof
 from hf_packing.attention.report import IsolationReport, check_isolation, predicts_tokens
-from hf_packing.attention.route import is_patched, refuse_seen_tails, route_of, sees_labels
+from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored_random_state
@@ -116,7 +116,6 @@ __all__ = [
     "prove_unpadding",
     "random_documents",
     "refuse_copied_labels",
-    "refuse_seen_tails",
     "restored_random_state",
     "route_of",
     "sees_labels",

@@ -32,7 +32,6 @@ class TracedRow(NamedTuple):
     """Number of tokens in the longest segment, or more."""
     has_branches: bool = False
     has_prefixes: bool = False
-    has_tails: bool = False
 
 
 def attend_exactly(

@@ -72,7 +72,6 @@ from hf_packing.attention.route import (
     Route,
     is_patched,
     mark_changing_sizes,
-    refuse_seen_tails,
     sees_labels,
 )
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
@@ -247,8 +246,6 @@ class PatchedForward(ReplacedForward):
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
-        if layout.has_tails and self.patch.route.by_segment:
-            refuse_seen_tails(self.model, "documents with tails")
         mask, is_real = self._mask_for_routers(inputs, layout), None
         if layout.unfilled is not None and self.module is not self.model:
             is_real = inputs[SEQ_IDX][0] != PADDING_SEGMENT
@@ -261,7 +258,7 @@ class PatchedForward(ReplacedForward):
             raise PackingError(
                 f"aux_loss: expected none with batches that are filled up, since {type(self.model).__name__} would "
                 "also compute the loss of its routers for the filled tokens; pass output_router_logits=False, or "
-                "batches without tokens, align_documents and align_tokens"
+                "batches without tokens and align_tokens"
             )
         if is_real is not None and getattr(output, "router_logits", None) is not None:
             # an inner model called alone, as by the head of SFTTrainer, which computes the loss of routers itself

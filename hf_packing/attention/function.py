@@ -123,11 +123,6 @@ def packed_varlen(
             f"model: expected causal attention on a row of trees, but {where} attends to later tokens, so a "
             "shared prefix would depend on the documents that continue it"
         )
-    if row.has_tails and not is_causal:
-        raise PackingError(
-            f"align_documents: expected causal attention, but {where} attends to later tokens, so a document would "
-            "depend on the tokens that fill it up; align_tokens fills up the batch alone"
-        )
     q, k, v = _one_row(query, key, value)
     options: dict[str, Any] = {
         "window": local.window,

@@ -100,11 +100,6 @@ class Layout:
         return self.has_branches
 
     @cached_property
-    def has_tails(self) -> bool:
-        """True if a document is filled up by tokens behind its own."""
-        return any(0 < own < length for own, length in zip(self.unfilled or (), self.lengths, strict=False))
-
-    @cached_property
     def path_lengths(self) -> list[int]:
         """The number of tokens in each path, from a root to a segment that has nothing below it."""
         ends: list[int] = (self.trees.depths + self.lengths)[[*self.trees.leaves]].tolist()

@@ -244,15 +244,6 @@ def sees_labels(model: PreTrainedModel) -> bool:
     return route is not None and route.facts.sees_labels
 
 
-def refuse_seen_tails(model: PreTrainedModel, got: Any) -> None:
-    """Raise PackingError if a patched model's tokens see later ones, so that documents would depend on their tails."""
-    if sees_labels(model):
-        raise PackingError(
-            f"align_documents: expected 1 for {type(model).__name__}, whose tokens see later ones, so that a document "
-            f"would depend on the tokens that fill it up, got {got}; align_tokens fills up the batch alone"
-        )
-
-
 known_routes: dict[Any, Route] = {}
 """Routes that were already found and proven in this process. The keys are results of `route_key`."""
 

@@ -23,7 +23,7 @@ from hf_packing.batch.segments import (
     lengths_in_column,
 )
 from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
-from hf_packing.checks import check_alignment, check_whole_numbers, refuse_alignment
+from hf_packing.checks import check_whole_number, check_whole_numbers, refuse_alignment
 from hf_packing.columns import (
     ATTENTION_MASK,
     COPIED_SEGMENT,
@@ -66,9 +66,9 @@ class PackingCollator:
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
     changes the result of some models, and its positions are not larger than those of the longest document.
 
-    With `align_documents` and `align_tokens`, the length of every segment and the number of tokens in the batch are
-    multiples of these numbers, as FP8 and tensor parallelism need them. Every segment is filled up by a tail, and the
-    batch by one segment at the end, with the same tokens and positions. Filled tokens have no labels and seq_idx -1.
+    With `align_tokens`, the number of tokens in the batch is a multiple of this number, as FP8 and tensor parallelism
+    need it. One segment at the end fills the batch up, with the same tokens and positions. Filled tokens have no labels
+    and seq_idx -1.
 
     Rows of trees, which `pack(..., share_prefixes=True)` returns, have columns of their own, and make batches of their
     own. In such a row, a prefix that documents share stands once. The rest of a document is in segments, each of which
@@ -80,9 +80,7 @@ class PackingCollator:
         tokens: number of tokens in every batch; None for as many as the rows have. Pass it with max_segments.
         max_segments: number of segments in every batch, including the one that fills the batch and empty segments at
             the end; at least 2.
-        align_documents: the length of every segment is a multiple of this number. Only for models whose tokens do not
-            see later ones, and not for rows of trees; so a token sees nothing of the tail behind it.
-        align_tokens: the number of tokens in the batch is a multiple of this number, and of align_documents.
+        align_tokens: the number of tokens in the batch is a multiple of this number; not for rows of trees.
 
     Returns:
         A call with a list of rows returns this dict, in which `tokens` and `segments` are totals over all rows:
@@ -124,23 +122,14 @@ class PackingCollator:
     keep_first_labels: bool = False
     tokens: int | None = None
     max_segments: int | None = None
-    align_documents: int = field(default=1, kw_only=True)
     align_tokens: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        multiple = check_alignment(self)
+        check_whole_number("align_tokens", self.align_tokens)
         if self.tokens is not None or self.max_segments is not None:
             tokens, _ = check_shapes(self.tokens, self.max_segments)
-            if tokens % multiple:
-                raise PackingError(
-                    f"tokens: expected a multiple of {multiple} with align_documents={self.align_documents} and "
-                    f"align_tokens={self.align_tokens}, got {tokens}"
-                )
-        if self.keep_first_labels and self.align_documents > 1:
-            raise PackingError(
-                "align_documents: expected 1 with keep_first_labels=True, since tokens of such models see those that "
-                f"fill up their document, got {self.align_documents}; align_tokens fills up the batch alone"
-            )
+            if tokens % self.align_tokens:
+                raise PackingError(f"tokens: expected a multiple of align_tokens={self.align_tokens}, got {tokens}")
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         refuse_dispatched_batches(self)
@@ -191,7 +180,7 @@ class PackingCollator:
             SEQ_IDX: torch.from_numpy(np.repeat(_number_segments(rows, tokens, begin), lengths)[None]),
             **_passed_on(rows, tokens),
         }
-        return fill_up(batch, self.align_documents, self.align_tokens, self.tokens, self.max_segments)
+        return fill_up(batch, self.align_tokens, self.tokens, self.max_segments)
 
 
 def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:

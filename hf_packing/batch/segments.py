@@ -1,12 +1,10 @@
 """The segments of a row or a batch: read from columns, cut by extra borders, or filled up.
 
-Filled tokens are no tokens of the dataset: the tail of a segment up to a multiple, or segments at the end of a batch.
+Filled tokens are no tokens of the dataset: they are in segments at the end of a batch.
 """
 
 from collections.abc import Mapping, Sequence, Sized
 from itertools import pairwise
-from math import lcm
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -144,7 +142,7 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     """
     seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, POSITION_IDS))
     found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
-    filled = is_filled(inputs)  # positions then begin again in tails, too
+    filled = is_filled(inputs)  # positions then begin again in what fills the batch up, too
     if seq_idx is not None:
         numbers = seq_idx[seq_idx != PADDING_SEGMENT][None] if filled and found else seq_idx.expand(rows, -1)
         found[SEQ_IDX] = borders_from_positions(numbers, step=0)
@@ -299,19 +297,16 @@ def check_shapes(tokens: Any, max_segments: Any) -> tuple[int, int]:
 
 def fill_up(
     batch: Mapping[str, Any],
-    align_documents: int = 1,
     align_tokens: int = 1,
     tokens: int | None = None,
     max_segments: int | None = None,
 ) -> dict[str, Any]:
-    """Fill up every segment to a multiple of align_documents, and the batch to a multiple of both or to fixed shapes.
+    """Fill up the batch to a multiple of align_tokens or to fixed shapes.
 
-    A segment is filled up by a tail. The batch is filled up by one segment without labels and, with max_segments, by
-    empty segments.
+    The batch is filled up by one segment without labels and, with max_segments, by empty segments.
 
     Args:
         batch: a batch with one row, as PackingCollator makes it.
-        align_documents: the length of every segment is made a multiple of this number.
         align_tokens: the number of tokens is made a multiple of this number.
         tokens: number of tokens in every batch of fixed shapes; None for the smallest possible number.
         max_segments: number of segments in every batch of fixed shapes; None for any number.
@@ -323,10 +318,8 @@ def fill_up(
     Raises:
         PackingError: the batch has more than `tokens` tokens, or more segments than max_segments.
     """
-    tails = [-length % align_documents for length in batch[MAX_LENGTHS[0]].lengths]
-    given, segments = int(batch[CU_SEQ_LENS[0]][-1]) + sum(tails), len(tails)
-    multiple = lcm(align_documents, align_tokens)
-    missing = -given % multiple if tokens is None else tokens - given
+    given, segments = int(batch[CU_SEQ_LENS[0]][-1]), len(batch[MAX_LENGTHS[0]].lengths)
+    missing = -given % align_tokens if tokens is None else tokens - given
     if missing < 0:
         raise PackingError(f"tokens: expected at most {tokens} tokens in the rows of a batch, got {given} tokens")
     fillers = [missing] * bool(missing)
@@ -335,32 +328,31 @@ def fill_up(
             f"max_segments: expected at most {max_segments} segments in a batch, with the one that fills it up to "
             f"{tokens} tokens, got {needed} segments"
         )
-    filled = _with_filled_tokens(batch, tails, fillers) if fillers or any(tails) else dict(batch)
+    filled = _with_fillers(batch, fillers) if fillers else dict(batch)
     borders, known = filled[CU_SEQ_LENS[0]], filled[MAX_LENGTHS[0]]
     if max_segments is not None:
         borders = F.pad(borders, (0, max_segments + 1 - len(borders)), value=tokens)
-    known = LongestSegment(tokens or int(known), known.lengths, known.unfilled, multiple=multiple)
+    known = LongestSegment(tokens or int(known), known.lengths, known.unfilled, multiple=align_tokens)
     return {**filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
 def with_fillers(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a batch with so many segments of a single token and without labels at its end, which are no documents."""
-    return _with_filled_tokens(batch, [0] * len(batch[MAX_LENGTHS[0]].lengths), [1] * number)
+    return _with_fillers(batch, [1] * number)
 
 
-def _with_filled_tokens(batch: Mapping[str, Any], tails: Sequence[int], fillers: Sequence[int]) -> dict[str, Any]:
-    """Return a batch with a tail of so many tokens behind each segment, and with segments of so many tokens at the end.
+def _with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str, Any]:
+    """Return a batch with segments of so many tokens at the end.
 
     Filled tokens repeat the first token of the batch, since a pad token changes the result of some models. They have
     the label -100, the index PADDING_SEGMENT, and 0 in other columns.
     """
     own = batch[MAX_LENGTHS[0]].lengths
-    lengths = [*map(add, own, tails), *fillers]
+    lengths, number = [*own, *fillers], sum(fillers)
     borders = offsets_of(lengths)
-    places = torch.from_numpy(indices_in_ranges(borders[: len(own)], np.array(own)))
     first: dict[str, int] = {INPUT_IDS: int(batch[INPUT_IDS][0, 0]), LABELS: IGNORED_LABEL, SEQ_IDX: PADDING_SEGMENT}
     filled = {
-        name: values.new_full((1, sum(lengths)), first.get(name, 0)).index_copy(1, places, values)
+        name: F.pad(values, (0, number), value=first.get(name, 0))
         for name, values in batch.items()
         if name not in _OF_SEGMENTS
     }

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray, sums_of
+from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 
 MOST_WINDOWS = 4
@@ -30,25 +30,19 @@ class WindowPlan(NamedTuple):
     """bool [packs]: True if a later document could still go into the pack."""
     all_wait: bool = False
     """True if all open packs wait for the next window, since the strategy fills one pack after the other."""
-    may_exchange: bool = True
-    """False if a segment may not take the place of another one, since packs do not fit by their tokens alone."""
     splits: int = 0
     """How many shared prefixes end early, since values of tokens other than input_ids differ."""
 
 
-def packs_with_room(
-    plan: PackingPlan, max_documents: int | None = None, share: float = _FULL, multiple: int = 1
-) -> npt.NDArray[np.bool_]:
+def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: float = _FULL) -> npt.NDArray[np.bool_]:
     """Return the packs that could take another document, bool [packs].
 
     Args:
         plan: the plan.
         max_documents: the most segments in a pack; None for no limit.
         share: a pack counts as full if at most this share of its capacity is free, from 0 to 1.
-        multiple: a number that the length of every segment is filled up to a multiple of.
     """
-    room = plan.pack_capacity - sums_of(-(-plan.segment_own() // multiple) * multiple, plan.pack_offsets)
-    open_packs = room > share * plan.pack_capacity
+    open_packs = plan.pack_capacity - plan.pack_tokens() > share * plan.pack_capacity
     if max_documents is not None:
         open_packs &= np.diff(plan.pack_offsets) < max_documents
     return open_packs
@@ -76,8 +70,8 @@ def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple
 
     A document that has waited for MOST_WINDOWS windows goes out. It changes places with a younger segment of a pack
     that goes out: with the longest of the shorter ones, if the pack has room for the difference; else with the shortest
-    of the longer ones. If there is none, all segments of its own pack go out. If segments share tokens or are filled up
-    to multiples, none change places, and all segments of its own pack go out.
+    of the longer ones. If there is none, all segments of its own pack go out. If segments share tokens, none change
+    places, and all segments of its own pack go out.
 
     Args:
         window: the plan of the window.
@@ -98,7 +92,7 @@ def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple
     waits = np.zeros(plan.num_packs, dtype=bool)
     waits[emptiest[4 * capacity <= min(plan.pack_capacity.sum(dtype=np.int64), size.tokens)]] = True
     is_old = age[plan.segment_document] >= MOST_WINDOWS
-    if window.may_exchange and plan.segment_shared is None:
+    if plan.segment_shared is None:
         return _send_old_documents(plan, waits, is_old)
     waits[plan.pack_of_segment()[is_old]] = False
     return plan, waits

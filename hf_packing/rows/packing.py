@@ -64,7 +64,7 @@ class Packing:
         """
         if self.fewest_shared is not None:
             return plan_trees(columns, self.strategy, self.fewest_shared)
-        return self.strategy.plan(check_lengths(columns[INPUT_IDS].length)), {}
+        return self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length)), {}
 
     def rows(self, columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
         """Build one row for each of some packs of a plan.

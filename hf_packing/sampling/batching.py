@@ -17,9 +17,9 @@ import numpy.typing as npt
 from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import (
     ShowsAlignment,
-    check_alignment,
     check_optional_number,
     check_seed,
+    check_whole_number,
     refuse_alignment,
     set_fields,
 )
@@ -172,25 +172,19 @@ class Batching(ShowsAlignment, ABC):
 
     seed: int = field(default=0, kw_only=True)
     max_documents: int | None = field(default=None, kw_only=True)
-    align_documents: int = field(default=1, kw_only=True)
     align_tokens: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_alignment(self)
+        check_whole_number("align_tokens", self.align_tokens)
         set_fields(
             self,
             seed=check_seed(self.seed),
             max_documents=check_optional_number("max_documents", self.max_documents),
         )
 
-    @property
-    def multiple(self) -> int:
-        """The number that the number of tokens in every micro-batch is a multiple of."""
-        return check_alignment(self)
-
     def check_holds(self, name: str, tokens: int, what: str) -> None:
         """Raise PackingError unless rows of so many tokens, `what`, fit in the argument `name`, in multiples."""
-        multiple, most = self.multiple, getattr(self, name)
+        multiple, most = self.align_tokens, getattr(self, name)
         if (least := -(-tokens // multiple) * multiple) > most:
             how = f" in multiples of {multiple}" if multiple > 1 else ""
             raise PackingError(f"{name}: expected at least {least}, {what}{how}, got {most}")
@@ -201,22 +195,14 @@ class Batching(ShowsAlignment, ABC):
         Raises:
             PackingError: it is 0.
         """
-        if tokens < self.multiple:
-            raise PackingError(
-                f"{name}: expected at least {self.multiple} with align_documents={self.align_documents} and "
-                f"align_tokens={self.align_tokens}, got {tokens}"
-            )
-        return tokens - tokens % self.multiple
+        if tokens < self.align_tokens:
+            raise PackingError(f"{name}: expected at least align_tokens={self.align_tokens}, got {tokens}")
+        return tokens - tokens % self.align_tokens
 
-    def in_batches(self, sizes: RowSizes) -> RowSizes:
-        """Return the sizes that rows have in micro-batches, where documents are filled up to multiples.
-
-        Raises:
-            PackingError: the rows are trees, which cannot be filled up.
-        """
+    def refuse_aligned_trees(self, sizes: RowSizes) -> None:
+        """Raise PackingError if the rows are trees, whose micro-batches cannot be filled up, and they would have to."""
         if sizes.trees is not None:
             refuse_alignment(self, "for rows of trees")
-        return sizes.filled_up(self.align_documents)
 
     @abstractmethod
     def fit(self, sizes: RowSizes) -> FittedRows:
@@ -256,8 +242,8 @@ class Batching(ShowsAlignment, ABC):
             raise PackingError(
                 f"tokens: expected at least {self.most_tokens}, the most of a micro-batch of {self!r}, got {tokens}"
             )
-        if tokens % self.multiple:
-            raise PackingError(f"tokens: expected a multiple of {self.multiple} for {self!r}, got {tokens}")
+        if tokens % self.align_tokens:
+            raise PackingError(f"tokens: expected a multiple of {self.align_tokens} for {self!r}, got {tokens}")
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "

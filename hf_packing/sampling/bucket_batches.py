@@ -48,8 +48,6 @@ class BucketBatches(Batching):
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
         max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row
             counts as a document. If any epoch could have more in a micro-batch, the dataset is refused.
-        align_documents: a multiple that documents are filled up to; see TokenBudget. A row of filled documents has to
-            fit in its bucket: pack with the same align_documents.
         align_tokens: a multiple that micro-batches are filled up to; see TokenBudget.
         order: the order in which buckets are used: "random" or "short_to_long".
         cycles: number of times that an epoch goes from the smallest bucket to the largest; must be 1 for a "random"
@@ -100,14 +98,13 @@ class BucketBatches(Batching):
                 "dataset: expected a column 'bucket', got none; pack the dataset with Bucket or BucketByLength, which "
                 "write this column, or use TokenBudget, which does not need this column"
             )
-        tokens = self.in_batches(sizes).tokens
-        too_long = tokens > sizes.bucket
+        self.refuse_aligned_trees(sizes)
+        too_long = sizes.tokens > sizes.bucket
         if too_long.any():
             row = int(too_long.argmax())
-            remedy = "" if self.align_documents == 1 else f"; pack with align_documents={self.align_documents}"
             raise PackingError(
                 f"column 'bucket': expected at least the number of tokens in the row, but row {row} has "
-                f"{tokens[row]} tokens and a bucket of {sizes.bucket[row]} tokens{remedy}"
+                f"{sizes.tokens[row]} tokens and a bucket of {sizes.bucket[row]} tokens"
             )
         largest = int(sizes.bucket.max(initial=0))
         self.check_holds("tokens_per_batch", largest, "the capacity of the largest bucket")
@@ -148,7 +145,7 @@ class BucketBatches(Batching):
 
         The micro-batches of a step are ordered by round, then by rank.
         """
-        squared_lengths = np.tile(self.in_batches(rows.sizes).squared_lengths, 2)
+        squared_lengths = np.tile(rows.sizes.squared_lengths, 2)
         steps: list[_Step] = []
         left: MicroBatches = []
         for capacity, joined, own in _buckets(rows):

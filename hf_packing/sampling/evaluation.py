@@ -22,8 +22,8 @@ class InOrder(Batching):
 
     Args:
         rows_per_batch: the most rows in a micro-batch; None if tokens and documents are the only limits.
-        max_tokens: the most tokens in a micro-batch, on each of its ranks, which is rounded down to a multiple of both
-            alignments; None for no limit. With rows_per_batch, a row of more tokens is not refused, but alone in a
+        max_tokens: the most tokens in a micro-batch, on each of its ranks, which is rounded down to a multiple of
+            align_tokens; None for no limit. With rows_per_batch, a row of more tokens is not refused, but alone in a
             micro-batch.
         max_documents: the most documents in a micro-batch; None for no limit.
         ranks: number of consecutive ranks that run a micro-batch together.
@@ -66,13 +66,14 @@ class InOrder(Batching):
         """Return each limit: the argument for it in a training, the unit, the number in each row, and the most."""
         most = None if self.max_tokens is None else self.max_tokens * self.ranks
         limits = [
-            ("tokens", "tokens", self.in_batches(sizes).tokens, most),
+            ("tokens", "tokens", sizes.tokens, most),
             ("max_segments", "documents", sizes.segments, self.max_documents),
             ("rows_per_batch", "rows", np.ones_like(sizes.tokens), self.rows_per_batch),
         ]
         return [(name, unit, has, most) for name, unit, has, most in limits if most is not None]
 
     def fit(self, sizes: RowSizes) -> FittedRows:
+        self.refuse_aligned_trees(sizes)
         for name, unit, has, most in self._limits(sizes) if self.rows_per_batch is None else ():
             if (has > most).any():
                 row = int((has > most).argmax())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import ALIGNMENT, check_whole_number
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
@@ -77,7 +77,7 @@ class EpochSummary:
     """The schedule that cuts documents in training; the counts above are without its borders."""
     filled: int | None = None
     """Number of tokens that only fill up documents and micro-batches to multiples, those of copies included; None
-    without align_documents and align_tokens."""
+    without align_tokens."""
     layout: LayoutCounts | None = None
     """Counts of the documents on several ranks; None without max_ranks_per_document."""
     isolation: object = field(default=None, compare=False, repr=False)
@@ -101,7 +101,7 @@ class EpochSummary:
         )
         if self.filled is not None:
             lines.append(
-                f"{self.filled:,} masked tokens fill up documents and micro-batches to multiples, "
+                f"{self.filled:,} masked tokens fill up micro-batches to multiples, "
                 f"{self.filled / self.tokens:.1%} of the documents' tokens"
             )
         if self.unpacked_documents_per_step is not None:
@@ -226,15 +226,15 @@ class RankBatchSampler:
 
     def _on_ranks(self) -> dict[str, Any]:
         """Return what EpochSummary says about the micro-batches of each rank."""
-        plan, sizes = self.plan, self.batching.in_batches(self.rows.sizes)
+        plan, sizes = self.plan, self.rows.sizes
         if plan.ranks_per_block == 1:
-            multiple = self.batching.multiple
+            multiple = self.batching.align_tokens
             in_batches = -(-plan.per_micro_batch(sizes.tokens) // multiple) * multiple
             return {
                 "largest_micro_batch": int(in_batches.max()),
                 "token_utilization": plan.utilization(sizes.tokens),
                 "attention_utilization": plan.utilization(sizes.squared_lengths),
-                "filled": int(in_batches.sum() - self.rows.sizes.tokens[plan.rows].sum()) if multiple > 1 else None,
+                "filled": int(in_batches.sum() - sizes.tokens[plan.rows].sum()) if multiple > 1 else None,
             }
         assert isinstance(self.batching, TokenBudget)
         lengths, segments = sizes.segment_lengths(plan.rows)
@@ -311,7 +311,7 @@ def _differing_arguments(saved: str, batching: Batching) -> tuple[str, str]:
     (kind, *was), (other, *got) = (re.split(rf"[(,] ?({names})=", each[:-1]) for each in (saved, repr(batching)))
     if kind != other:
         return saved, repr(batching)
-    hidden = dict.fromkeys(ALIGNMENT, "1")  # texts lack them if they are 1
+    hidden = {"align_tokens": "1"}  # texts lack it if it is 1
     first, second = (hidden | dict(zip(each[::2], each[1::2], strict=True)) for each in (was, got))
     differ = [name for name in first | second if first.get(name) != second.get(name)]
     shown = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in (first, second))

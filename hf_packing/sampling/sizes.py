@@ -125,18 +125,6 @@ class RowSizes:
         segments, counts = indices_in_groups(offsets_of(self.segments), rows)
         return self.seq_lengths[segments], counts
 
-    def filled_up(self, multiple: int) -> "RowSizes":
-        """Return the sizes that rows of documents have in a batch, where each length is filled up to a multiple."""
-        if multiple == 1:
-            return self
-        lengths, offsets = self.tokens, np.arange(len(self) + 1)
-        if self.seq_lengths is not None:
-            lengths, offsets = self.seq_lengths.astype(np.int64), offsets_of(self.segments)
-        lengths = -(-lengths // multiple) * multiple
-        tokens, squared_lengths = (sums_of(values, offsets) for values in (lengths, lengths**2))
-        seq_lengths = None if self.seq_lengths is None else lengths
-        return replace(self, tokens=tokens, squared_lengths=squared_lengths, seq_lengths=seq_lengths)
-
     @property
     def fingerprint(self) -> str:
         """A digest of all sizes and of the sampled tokens, as 16 hex digits."""

@@ -90,12 +90,9 @@ class TokenBudget(Batching):
             max_ranks_per_document tokens. It has to divide the number of ranks. 1 keeps every document on one rank. Not
             with max_documents, max_patches, share_prefixes or length_schedule, and not for streams, rows of trees or
             batches of fixed shapes.
-        align_documents: the length of every document and piece in a micro-batch is filled up to a multiple of this
-            number, such as 16 for FP8. max_tokens then limits the filled lengths. Only for causal models. See
-            `PackingCollator`.
-        align_tokens: the number of tokens in every micro-batch is filled up to a multiple of this number, too.
-            max_tokens is rounded down to a multiple. Neither argument goes together with max_ranks_per_document,
-            share_prefixes or length_schedule, or with trainers whose rows stay whole.
+        align_tokens: the number of tokens in every micro-batch is filled up to a multiple of this number, such as 16
+            for FP8. max_tokens is rounded down to a multiple. Not with max_ranks_per_document, share_prefixes or
+            length_schedule, or with trainers whose rows stay whole. See `PackingCollator`.
         share_prefixes: True for documents that begin with the same tokens, such as several answers to one prompt: a
             shared prefix is computed once, in trees of at most max_tokens tokens. An integer is the fewest tokens to
             share; True means 16. Documents of a tree are in one micro-batch. In a stream, documents of a window share
@@ -194,19 +191,18 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
+        self.refuse_aligned_trees(sizes)
         ranks = self.max_ranks_per_document
         if ranks > 1 and sizes.trees is not None:
             raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
-        how = f" in multiples of {self.multiple}, with documents filled up" if self.multiple > 1 else ""
+        how = f" in multiples of {self.align_tokens}" if self.align_tokens > 1 else ""
         for unit, (has, most) in self._limited(sizes).items():
             large = np.flatnonzero(has > most)
             if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
                 is_document = unit == "tokens" and not sizes.packed
                 remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
-                if unit == "tokens" and sizes.packed and self.align_documents > 1:
-                    remedy += f" with align_documents={self.align_documents}"
                 holder = "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
                 raise PackingError(
                     f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
@@ -276,8 +272,7 @@ class TokenBudget(Batching):
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        sizes = self.in_batches(rows.sizes)
-        tokens, squared_lengths = sizes.tokens[rows.kept], sizes.squared_lengths[rows.kept]
+        tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         limits, blocks = self._limits(rows), self._of_blocks(epoch)
         filled = fill(limits, self.num_filled(rows, epoch), blocks.slots, seed)
 
@@ -310,7 +305,7 @@ class TokenBudget(Batching):
     def _limited(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
         """Return what is limited: what each row has of it, integers [rows], and the limit, by unit, tokens first."""
         limited = {
-            "tokens": (self.in_batches(sizes).tokens, self.max_ranks_per_document * self.most_tokens),
+            "tokens": (sizes.tokens, self.max_ranks_per_document * self.most_tokens),
             "documents": (sizes.segments, self.max_documents),
             "patches": (sizes.patches, self.max_patches),
         }

@@ -15,7 +15,6 @@ import numpy as np
 
 import hf_packing
 from hf_packing.checks import (
-    ShowsAlignment,
     check_choice,
     check_optional_number,
     check_optional_seed,
@@ -67,7 +66,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "overflow": partial(check_choice, "overflow", choices=Overflow),
     "max_documents": partial(check_optional_number, "max_documents"),
     "seed": check_optional_seed,
-    "align_documents": partial(check_whole_number, "align_documents"),
 }
 """The arguments that several strategies have, and how they are checked."""
 
@@ -82,7 +80,7 @@ class TreeLimits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Strategy(ShowsAlignment, ABC):
+class Strategy(ABC):
     """Base class of strategies. A strategy decides which documents share a pack, and packs a batch of rows when called.
 
     Use a strategy as in `dataset.map(strategy, batched=True)`, or call the strategy with a batch of rows: a dict of
@@ -91,9 +89,6 @@ class Strategy(ShowsAlignment, ABC):
     has the capacity of each pack. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch
     is a Table or a data frame, and otherwise as a dict. Each batch is planned separately, so larger batches need less
     padding; `hf_packing.pack` plans over the whole dataset.
-
-    With `align_documents`, packs have room for documents whose lengths are filled up to a multiple of this number, as
-    `PackingCollator(align_documents=...)` does. Documents are cut at multiples. Rows have no filled tokens.
     """
 
     package_version: str = field(default_factory=_package_version, init=False, repr=False)
@@ -102,9 +97,6 @@ class Strategy(ShowsAlignment, ABC):
     `datasets` hashes the fields of a strategy, but not the strategy's code, to find cached results of `map`. Because of
     this field, a new version of hf_packing does not reuse results of an old version.
     """
-
-    align_documents: int = field(default=1, kw_only=True)
-    """The number of tokens that packs are planned in, which divides every capacity."""
 
     has_buckets: ClassVar[bool] = False
     """True if packs have several capacities. Packed rows then have a column `bucket` with the capacity of the pack."""
@@ -117,52 +109,10 @@ class Strategy(ShowsAlignment, ABC):
         for name, check in _CHECKS.items():
             if hasattr(self, name):
                 set_fields(self, **{name: check(getattr(self, name))})
-        for name, capacities in self._capacities().items():
-            if wrong := [each for each in np.ravel(capacities) if each % self.align_documents]:
-                raise PackingError(
-                    f"{name}: expected multiples of align_documents={self.align_documents}, got {wrong[0]}"
-                )
-
-    def _capacities(self) -> dict[str, Any]:
-        """Return the arguments that are capacities of packs, in tokens."""
-        names = ("max_length", "bucket_lengths")
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Return a plan for documents of the given lengths. The lengths must be a result of `check_lengths`.
-
-        A strategy need not know of align_documents here: `plan` asks for a plan in units of so many tokens.
-        """
-
-    def plan(self, lengths: IntArray) -> PackingPlan:
-        """Return a plan for documents of the given lengths, which are filled up to multiples of align_documents.
-
-        Args:
-            lengths: integers [documents], tokens: a result of `check_lengths`.
-
-        Example:
-            >>> from hf_packing.strategies.greedy import BestFit
-            >>> plan = BestFit(16, align_documents=8, seed=None).plan(np.array([9, 5, 7]))
-            >>> plan.pack_offsets.tolist(), plan.segment_length.tolist()
-            ([0, 1, 3], [9, 5, 7])
-        """
-        unit = self.align_documents
-        if unit == 1:
-            return self.plan_lengths(lengths)
-        check_fitting(lengths, self.largest_capacity, getattr(self, "overflow", "split"))
-        in_units = {name: (np.array(each) // unit).tolist() for name, each in self._capacities().items()}
-        coarse = replace(self, align_documents=1, **in_units).plan_lengths(-(-lengths // unit))
-        start = coarse.segment_start.astype(np.int64) * unit
-        left = lengths[coarse.segment_document] - start
-        return replace(
-            coarse,
-            document_length=lengths,
-            segment_start=start,
-            segment_length=np.minimum(coarse.segment_length.astype(np.int64) * unit, left),
-            pack_capacity=coarse.pack_capacity.astype(np.int64) * unit,
-            proven_lower_bound=coarse.metrics().lower_bound,  # of filled documents, so at least that of the lengths
-        )
+        """Return a plan for documents of the given lengths. The lengths must be a result of `check_lengths`."""
 
     @property
     def largest_capacity(self) -> int:
@@ -185,8 +135,6 @@ class Strategy(ShowsAlignment, ABC):
                 "strategy: expected a strategy that cuts no document that fits in a pack, such as BestFit, with "
                 f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
             )
-        if self.align_documents > 1:
-            raise PackingError(f"align_documents: expected 1 with share_prefixes, got {self.align_documents}")
         if self.most_documents is not None:
             raise PackingError(
                 "max_documents: expected None with share_prefixes, since strategies do not know how many documents a "
@@ -205,11 +153,10 @@ class Strategy(ShowsAlignment, ABC):
         Returns:
             WindowPlan: the plan, and the packs that documents of the next window could fill.
         """
-        plan, multiple = self.with_seed_for(f"window {number}").plan(lengths), self.align_documents
+        plan = self.with_seed_for(f"window {number}").plan_lengths(lengths)
         if self.fills_one_pack_at_a_time:
-            return WindowPlan(plan, packs_with_room(plan, share=0.0, multiple=multiple), all_wait=True)
-        is_open = packs_with_room(plan, self.most_documents, multiple=multiple)
-        return WindowPlan(plan, is_open, may_exchange=multiple == 1)
+            return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
+        return WindowPlan(plan, packs_with_room(plan, self.most_documents))
 
     def with_seed_for(self: _S, purpose: str) -> _S:
         """Return the strategy with a seed of its own for a purpose, such as a window of a stream, if it has a seed."""
@@ -364,7 +311,7 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
         >>> hfp.plan_packing([14, 7, 5, 2, 3], hfp.BestFit(8)).metrics().num_cut_documents
         1
     """
-    return check_strategy(strategy).plan(read_lengths(lengths))
+    return check_strategy(strategy).plan_lengths(read_lengths(lengths))
 
 
 def read_lengths(lengths: Any) -> IntArray:
@@ -414,10 +361,5 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
         raise PackingError(
             f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
             f"{strategy!r}; use plan_packing with this strategy"
-        )
-    if strategy.align_documents > 1:
-        raise PackingError(
-            f"align_documents: expected 1 for a plan from counts of lengths, got {strategy.align_documents}; use "
-            "plan_packing, or count lengths in units of align_documents tokens"
         )
     return strategy.plan_counts(counts_of_histogram(check_counts(counts)))

@@ -148,11 +148,10 @@ def compare_plans(
         for strategy in progress:
             progress.set_postfix_str(type(strategy).__name__)
             began = time.perf_counter()
-            plan = strategy.plan(lengths)
+            plan = strategy.plan_lengths(lengths)
             seconds = time.perf_counter() - began
             found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
-            limits = plan.pack_capacity.max(initial=0), strategy.align_documents
-            problems.append((limits, np.bincount(plan.segment_length).tobytes()))
+            problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
     bounded = []
     for (row, measured), problem in zip(found, problems, strict=True):
         valid = [

@@ -161,7 +161,7 @@ class FirstCome(Strategy):
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         strategy = self.with_seed_for(f"window {number}")
-        plan = strategy.plan(lengths)
+        plan = strategy.plan_lengths(lengths)
         filled_at = order_of_packs(plan.num_packs, strategy.seed)
         return WindowPlan(plan, filled_at == plan.num_packs - 1, all_wait=True)
 

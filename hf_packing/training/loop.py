@@ -17,7 +17,6 @@ from hf_packing.attention import (
     in_mode,
     inner_model,
     patch_for_training,
-    refuse_seen_tails,
     unpatched_on_error,
 )
 from hf_packing.batch.collate import PackingCollator
@@ -129,7 +128,7 @@ def prepare_dataloader(
         )
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
         warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
-        return balanced, source, collator_for(model, *shapes, balanced.align_documents, balanced.align_tokens)
+        return balanced, source, collator_for(model, *shapes, balanced.align_tokens)
 
     balanced, source, collator = on_all_ranks(plan)
     if balanced.ranks_per_block > 1:
@@ -167,7 +166,6 @@ def evaluation_loss(
     *,
     rows_per_batch: int = 1,
     max_tokens: int | None = None,
-    align_documents: int = 1,
     align_tokens: int = 1,
 ) -> float:
     """Return the mean loss over all trainable tokens of a dataset: all tokens with a label other than -100.
@@ -184,7 +182,6 @@ def evaluation_loss(
         rows_per_batch: the most rows in a forward pass; the number affects only speed and memory.
         max_tokens: the most tokens in a forward pass, on each rank; a row of more tokens has a forward pass of its own.
             None for no limit.
-        align_documents: a multiple that documents are filled up to, as in TokenBudget; the loss does not change.
         align_tokens: a multiple that batches are filled up to; the loss does not change. max_tokens is rounded down to
             a multiple.
 
@@ -210,15 +207,12 @@ def evaluation_loss(
         planned_from.note_settings(rows_per_batch=rows_per_batch, max_tokens=max_tokens)
         reading = Reading.of_model(model)
         budget = TokenBudget(1, max_ranks_per_document=ranks) if ranks > 1 else None  # rows may have any size
-        aligned = {"align_documents": align_documents, "align_tokens": align_tokens}
-        in_order = InOrder(rows_per_batch, max_tokens=max_tokens, ranks=ranks, **aligned)
+        in_order = InOrder(rows_per_batch, max_tokens=max_tokens, ranks=ranks, align_tokens=align_tokens)
         if ranks > 1:
             refuse_alignment(in_order, f"with max_ranks_per_document={ranks}")
         source = open_source("dataset", dataset, budget, accelerator, reading, planned_from, in_order=in_order)
         check_labels_are_hidden(source, model)
-        if align_documents > 1:
-            refuse_seen_tails(inner_model(model), align_documents)
-        return source.loader(accelerator, collator_for(model, **aligned))
+        return source.loader(accelerator, collator_for(model, align_tokens=align_tokens))
 
     loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)

@@ -194,14 +194,11 @@ def collator_for(
     model: nn.Module | None,
     tokens: int | None = None,
     max_segments: int | None = None,
-    align_documents: int = 1,
     align_tokens: int = 1,
 ) -> PackingCollator:
     """Return a PackingCollator for a model; None stands for any model that predicts the next token."""
     predicts_itself = model is not None and not predicts_next(model)
-    return PackingCollator(
-        predicts_itself, tokens, max_segments, align_documents=align_documents, align_tokens=align_tokens
-    )
+    return PackingCollator(predicts_itself, tokens, max_segments, align_tokens=align_tokens)
 
 
 _PROBED_TOKENS, _LABELED = 13, 6

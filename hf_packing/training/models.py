@@ -26,7 +26,6 @@ from hf_packing.attention import (
     patch_model,
     predicts_tokens,
     prove_unpadding,
-    refuse_seen_tails,
     route_of,
     share_prefixes,
     unpatched_on_error,
@@ -171,8 +170,6 @@ def check_takes_rows(model: nn.Module, source: Any, batching: Batching, shapes: 
     """
     if not source.shares_prefixes:
         check_labels_are_hidden(source, model)
-        if batching.align_documents > 1:
-            refuse_seen_tails(inner_model(model), batching.align_documents)
         return
     check_predicts_next(model)
     if shapes != (None, None):

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import ALIGNMENT, refuse_alignment
+from hf_packing.checks import refuse_alignment
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
@@ -154,19 +154,17 @@ class AttachedPacks(Attached):
         refuse_cut_documents(trainer, "train_dataset", data)
         if shapes == (None, None) and isinstance(own, PackingCollator):
             shapes = own.tokens, own.max_segments
-        if isinstance(own, PackingCollator):
-            for name in ALIGNMENT:
-                if (given := getattr(own, name)) not in (1, getattr(batching, name)):
-                    raise PackingError(
-                        f"data_collator: expected a PackingCollator with {name}={getattr(batching, name)}, as in the "
-                        f"batching, got {given}; pass {name} to the batching, which plans with it"
-                    )
+        if isinstance(own, PackingCollator) and own.align_tokens not in (1, batching.align_tokens):
+            raise PackingError(
+                f"data_collator: expected a PackingCollator with align_tokens={batching.align_tokens}, as in the "
+                f"batching, got {own.align_tokens}; pass align_tokens to the batching, which plans with it"
+            )
         if shapes != (None, None):
             batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)
         self.loss, self.shapes = loss, shapes
         self.max_tokens = shapes[0] or batching.most_tokens
-        self.collator = collator_for(trainer.model, *shapes, batching.align_documents, batching.align_tokens)
+        self.collator = collator_for(trainer.model, *shapes, batching.align_tokens)
         self.reading = Reading.of_trainer(trainer)
         if self.reading.masking is not None and not self.collator.keep_first_labels:
             raise PackingError(
@@ -215,10 +213,9 @@ class AttachedPacks(Attached):
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
         rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
-        most, align_documents = self.batching.most_tokens, self.batching.align_documents
-        in_order = InOrder(rows, max_tokens=most, align_documents=align_documents, ranks=ranks)
+        in_order = InOrder(rows, max_tokens=self.batching.most_tokens, ranks=ranks)
         if tokens is not None and max_segments is not None:
-            in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1, align_documents=align_documents)
+            in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
         source = open_source(
             name, dataset, self.batching, trainer.accelerator, self.reading, planned_from, in_order=in_order
         )

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from math import lcm
 from typing import Any
 
 import numpy as np
@@ -173,7 +172,7 @@ class PackedCase(StepCase):
     def padded(self, of: list[Document], padding: int) -> Batch:
         """Return the documents as rows with padding on the right, of so many tokens more than they need."""
         width = max(map(_length, of)) + padding
-        width += -width % lcm(self.collator.align_documents, self.collator.align_tokens)
+        width += -width % self.collator.align_tokens
         fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token_of(self.inner) or 0}
         full = [{**each, ATTENTION_MASK: torch.ones_like(each[INPUT_IDS])} for each in of]
         batch = {

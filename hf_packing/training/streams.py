@@ -127,8 +127,7 @@ def training_stream(
     if in_order is not None and in_order.rows_per_batch is not None:
         rows = in_order.rows_per_batch
         if in_order.max_tokens is not None:
-            has_room = streams.packing.strategy.align_documents % in_order.align_documents == 0  # for tails
-            rows = min(rows, max(1, in_order.max_tokens // max_tokens)) if has_room else 1
+            rows = min(rows, max(1, in_order.max_tokens // max_tokens))
     return streams, rows, max_tokens
 
 
@@ -145,11 +144,6 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
         return streams, 1, capacity
     if fewest_shared is not None:
         refuse_alignment(batching, "for rows of trees")
-    if strategy.align_documents % batching.align_documents:
-        raise PackingError(
-            f"align_documents: expected 1, or rows that were packed with align_documents={batching.align_documents}, "
-            f"got {strategy!r}"
-        )
     batching.check_holds("max_tokens", capacity, "the capacity of the packed rows")
     rows = batching.most_tokens // capacity
     most, in_a_row = batching.max_documents, getattr(strategy, "max_documents", None)
@@ -195,7 +189,6 @@ def _of_documents(
         overflow=batching.overflow,
         max_documents=batching.max_documents,
         seed=batching.seed,
-        align_documents=batching.align_documents,
     )
     packing = Packing.of(strategy, position_ids=False, share_prefixes=batching.share_prefixes)
     packing.check_names(source.names)

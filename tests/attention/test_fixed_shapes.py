@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import datasets
 import pytest
 import torch
-from accelerate import Accelerator
 from aligned_layers import with_aligned_layers
 from forms import check_gradients
 from leaky_models import Behind, MixesGradients
@@ -32,7 +30,7 @@ def outputs_and_gradients(model, collator, rows):
 
 def check_that_filling_changes_nothing(model, collator, rows=ROWS, close=1e-12):
     """Loss and gradients are the model's own, with everything that it adds to the cross-entropy."""
-    any_shape = replace(collator, tokens=None, max_segments=None, align_documents=1, align_tokens=1)
+    any_shape = replace(collator, tokens=None, max_segments=None, align_tokens=1)
     expected, gradients = outputs_and_gradients(model, any_shape, rows)
     found, found_gradients = outputs_and_gradients(model, collator, rows)
     is_real = collator(rows)["seq_idx"][0] >= 0
@@ -48,10 +46,9 @@ def check_that_filling_changes_nothing(model, collator, rows=ROWS, close=1e-12):
 
 FILLED = [
     {"tokens": TOKENS + 100, "max_segments": 9},
-    {"align_documents": 16},
     {"align_tokens": 64},
-    {"align_documents": 8, "align_tokens": 12},
-    {"align_documents": 8, "tokens": 64, "max_segments": 9},
+    {"align_tokens": 12},
+    {"align_tokens": 8, "tokens": 64, "max_segments": 9},
 ]
 EXPERTS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 """Their layers and their loss for load balancing see every token."""
@@ -111,16 +108,6 @@ def test_a_masked_language_model():
     for filled in (collator, hfp.PackingCollator(keep_first_labels=True, align_tokens=16)):
         model = patched_tiny("bert", "masked", torch.float64).train()
         check_that_filling_changes_nothing(model, filled, rows)
-    with pytest.raises(PackingError, match="align_documents: expected causal attention, but BertSelfAttention"):
-        model(**hfp.PackingCollator(align_documents=16)(rows))
-    runs_by_segment = hfp.patch_model(build("XLMWithLMHeadModel", emb_dim=32, n_layers=2, n_heads=4))
-    refused = "align_documents: expected 1 for XLMWithLMHeadModel, whose tokens see later ones, .*, got "
-    with pytest.raises(PackingError, match=refused + "documents with tails"):
-        runs_by_segment(**hfp.PackingCollator(align_documents=16)(rows))
-    with pytest.raises(PackingError, match=refused + "16"):
-        hfp.evaluation_loss(
-            Accelerator(cpu=True), runs_by_segment, datasets.Dataset.from_list(rows), align_documents=16
-        )
     model = patched_tiny("bert", "masked", torch.float64).train()
     copied = [{"input_ids": tokens, "labels": tokens} for tokens in DOCUMENTS]
     with pytest.raises(PackingError, match="labels: expected labels that differ from input_ids, got 29 labels"):
@@ -171,11 +158,10 @@ def test_layers_that_take_only_multiples_are_proven_as_others(name, multiple, in
     assert report.route.unproven == ""
     assert report.max_gradient_leak < 1e-12
     assert sees_labels(model) == (name == "masked")
-    for aligned in ("align_tokens", "align_documents")[: 1 if name == "masked" else 2]:
-        batch = hfp.PackingCollator(**{aligned: multiple})(ROWS)
-        proof = prove_on_batch(model, batch)
-        assert (proof.problem, proof.gradients) == ("", True)
-        assert proof == prove_on_batch(hfp.patch_model(make()), batch)
+    batch = hfp.PackingCollator(align_tokens=multiple)(ROWS)
+    proof = prove_on_batch(model, batch)
+    assert (proof.problem, proof.gradients) == ("", True)
+    assert proof == prove_on_batch(hfp.patch_model(make()), batch)
     with pytest.raises((RuntimeError, PackingError), match=f"expected a multiple of {multiple} tokens"):
         model(**hfp.PackingCollator()(ROWS)).loss.backward()
 
@@ -199,13 +185,11 @@ def test_what_such_layers_do_not_hide():
 
 @pytest.mark.slow
 def test_modules_by_segment_with_such_layers():
-    """They are found before the layers are put in, and then take documents that are filled up."""
+    """They are refused, since a document alone is no multiple."""
     with pytest.raises(
         hfp.ModelNotSupportedError, match=r"AlignedLinear .*mixer\.in_proj\) cannot run on a single seg"
     ):
         hfp.patch_model(with_aligned_layers(tiny_model("mamba", "causal", num_hidden_layers=1)))
     model = with_aligned_layers(patched_tiny("mamba", "causal", num_hidden_layers=1))
-    proof = prove_on_batch(model, hfp.PackingCollator(align_documents=16)(ROWS))
-    assert (proof.problem, proof.gradients) == ("", True)
     with pytest.raises(RuntimeError, match="expected a multiple of 16 tokens"):
         model(**hfp.PackingCollator(align_tokens=16)(ROWS))

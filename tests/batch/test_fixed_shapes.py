@@ -1,6 +1,5 @@
 """Batches of fixed shapes, which one segment without labels fills, aligned ones, and batches with extra borders."""
 
-import math
 import pickle
 from itertools import pairwise
 
@@ -54,7 +53,7 @@ def test_the_batch_is_filled_and_its_documents_stay_as_they_are(lengths, missing
 MULTIPLES = st.sampled_from([1, 2, 3, 4, 8])
 
 
-def literally_aligned(batch, align_documents, align_tokens):
+def literally_aligned(batch, align_tokens):
     """The values of every token and the lengths of the segments, token by token; see `PackingCollator`."""
     borders, names = batch["cu_seq_lens_q"].tolist(), [name for name in batch if name[:3] not in ("cu_", "max")]
     first = {"input_ids": int(batch["input_ids"][0, 0]), "labels": -100, "seq_idx": -1}
@@ -69,48 +68,42 @@ def literally_aligned(batch, align_documents, align_tokens):
     for begin, end in pairwise(borders):
         for name in names:
             made[name] += batch[name][0, begin:end].tolist()
-        if (end - begin) % align_documents:
-            fill(end - begin, align_documents - (end - begin) % align_documents)
         lengths.append(len(made["input_ids"]) - sum(lengths))
-    missing = next(more for more in range(999) if not (sum(lengths) + more) % math.lcm(align_documents, align_tokens))
+    missing = next(more for more in range(999) if not (sum(lengths) + more) % align_tokens)
     if missing:
         fill(max(end - begin for begin, end in pairwise(borders)), missing)
         lengths.append(missing)
     return made, lengths
 
 
-@given(ROWS, MULTIPLES, MULTIPLES, st.booleans())
-def test_aligned_batches_are_the_literal_ones_and_are_read_with_their_documents(
-    lengths, align_documents, align_tokens, is_copy
-):
+@given(ROWS, MULTIPLES, st.booleans())
+def test_aligned_batches_are_the_literal_ones_and_are_read_with_their_documents(lengths, align_tokens, is_copy):
     rows = [{**row, "weights": row["input_ids"] / 2} for row in rows_of(lengths)]
     if is_copy:
         rows[0]["seq_idx"] = np.repeat(-2 - np.arange(len(lengths[0])), lengths[0])
-    aligned = {"align_documents": align_documents, "align_tokens": align_tokens}
-    given, batch = hfp.PackingCollator()(rows), hfp.PackingCollator(**aligned)(rows)
-    expected, of_segments = literally_aligned(given, align_documents, align_tokens)
+    given, batch = hfp.PackingCollator()(rows), hfp.PackingCollator(align_tokens=align_tokens)(rows)
+    expected, of_segments = literally_aligned(given, align_tokens)
     assert {name: batch[name][0].tolist() for name in expected} == expected
     assert {name: batch[name].dtype for name in expected} == {name: given[name].dtype for name in expected}
     assert batch["cu_seq_lens_q"].diff().tolist() == of_segments
     assert torch.equal(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"])
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["max_length_q"] == batch["max_length_k"] == max(of_segments)
-    assert not any(length % align_documents for length in of_segments)
     assert batch["input_ids"].shape[1] % align_tokens == 0
     row, known = read_layout(batch, training=True), layout_of_collator(batch)
     assert torch.equal(row.position_ids, batch["position_ids"])
     assert torch.equal(known.position_ids, batch["position_ids"])
     assert (row.lengths, row.unfilled) == (known.lengths, known.unfilled) == (tuple(of_segments), known.unfilled)
     copied = pickle.loads(pickle.dumps(batch["max_length_q"]))
-    assert (copied.unfilled, copied.multiple) == (row.unfilled, math.lcm(align_documents, align_tokens))
+    assert (copied.unfilled, copied.multiple) == (row.unfilled, align_tokens)
     assert documents_in(batch) == documents_in(given)
     assert micro_batch_counts([batch], "token").tolist() == micro_batch_counts([given], "token").tolist()
     if row.unfilled is None:
         assert batch["input_ids"].shape == given["input_ids"].shape
         return
     assert [length for length in row.unfilled if length] == given["cu_seq_lens_q"].diff().tolist()
-    shape = {**aligned, "tokens": batch["input_ids"].shape[1], "max_segments": len(of_segments) + 1}
-    fixed = hfp.PackingCollator(**shape)(rows)  # without need to fill it up, but for the tails
+    shape = {"tokens": batch["input_ids"].shape[1], "max_segments": len(of_segments) + 1}
+    fixed = hfp.PackingCollator(align_tokens=align_tokens, **shape)(rows)
     assert all(torch.equal(fixed[name], batch[name]) for name in expected)
 
 

@@ -61,17 +61,12 @@ OF_SHAPES = [
     ("tokens: expected at most 4 tokens .* got 5", {"tokens": 4, "max_segments": 8}),
     ("max_segments: expected at most 2 .* got 3 segments", {"tokens": 5, "max_segments": 2}),
     ("max_segments: expected at most 3 .* got 4 segments", {"tokens": 6, "max_segments": 3}),
-    ("align_documents: expected an integer from 1 to", {"align_documents": 0}),
+    ("align_tokens: expected an integer from 1 to", {"align_tokens": 0}),
     ("align_tokens: expected an integer from 1 to", {"align_tokens": 1.5}),
     (
-        "align_documents: expected 1 with keep_first_labels=True, .* got 2",
-        {"align_documents": 2, "keep_first_labels": True},
+        "tokens: expected a multiple of align_tokens=6, got 8",
+        {"align_tokens": 6, "tokens": 8, "max_segments": 8},
     ),
-    (
-        "tokens: expected a multiple of 12 with align_documents=4 and align_tokens=6, got 8",
-        {"align_documents": 4, "align_tokens": 6, "tokens": 8, "max_segments": 8},
-    ),
-    ("tokens: expected at most 4 tokens .* got 12 tokens", {"align_documents": 4, "tokens": 4, "max_segments": 8}),
 ]
 
 DOCUMENTS = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2], [7, 8], [1, 2, 3, 4]]

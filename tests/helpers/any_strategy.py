@@ -3,7 +3,6 @@
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -26,9 +25,8 @@ ARGUMENTS = {
     "order": st.sampled_from(["random", "longest_first", "dataset"]),
     "window": st.integers(1, 70),
     "padding_threshold": st.sampled_from([0, 0.1, 1]),
-    "align_documents": st.sampled_from([1, 1, 2, 5]),
 }
-"""What is drawn for arguments of these names; others keep their default. Capacities are times align_documents."""
+"""What is drawn for arguments of these names; others keep their default."""
 
 
 def strategy_classes(kind: type = Strategy, having: str = "") -> list[type[Strategy]]:
@@ -45,11 +43,6 @@ def any_strategy(draw: Any, kind: type = Strategy, **fixed: Any) -> Strategy:
     strategy = draw(st.sampled_from(strategy_classes(kind)))
     drawn = {name: draw(ARGUMENTS[name]) for name in names_of_arguments(strategy) if name in ARGUMENTS}
     drawn |= {name: value for name, value in fixed.items() if name in drawn}
-    drawn |= {
-        name: (np.array(drawn[name]) * drawn["align_documents"]).tolist()
-        for name in ("max_length", "bucket_lengths")
-        if name in drawn
-    }
     try:
         return strategy(**drawn)
     except hfp.PackingError:  # not all take None

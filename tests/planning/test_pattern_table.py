@@ -10,7 +10,7 @@ import hf_packing as hfp
 from hf_packing.planning.lengths import check_lengths
 from hf_packing.strategies.base import CountingStrategy
 
-counting_strategies = any_strategy(CountingStrategy, align_documents=1)
+counting_strategies = any_strategy(CountingStrategy)
 
 
 cases = st.lists(st.integers(0, 40), min_size=1, max_size=60)

@@ -28,12 +28,10 @@ def full_rows(counts, missing=0):
     tokens=st.sampled_from([32, 64, 128]),
     order=st.sampled_from(["random", "short_to_long"]),
     seed=st.integers(0, 9),
-    align=st.sampled_from([1, 4]),
 )
-def test_every_row_once_and_constant_tokens(counts, world_size, tokens, order, seed, align):
-    """Also if documents have to be filled up to make rows full."""
-    sizes = full_rows(counts, align - 1)
-    batches = hfp.BucketBatches(tokens, order=order, seed=seed, align_documents=align)
+def test_every_row_once_and_constant_tokens(counts, world_size, tokens, order, seed):
+    sizes = full_rows(counts)
+    batches = hfp.BucketBatches(tokens, order=order, seed=seed)
     if len(sizes) < world_size:
         with pytest.raises(PackingError, match=f"at least one row for each of {world_size} ranks"):
             batches.plan(sizes, Epoch(0, world_size))
@@ -42,7 +40,7 @@ def test_every_row_once_and_constant_tokens(counts, world_size, tokens, order, s
     for plan in plans:
         assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(sizes)))
         assert plan.num_micro_batches == plans[0].num_micro_batches
-        (of_step,) = set(plan.per_micro_batch(sizes.filled_up(align).tokens).ravel().tolist())
+        (of_step,) = set(plan.per_micro_batch(sizes.tokens).ravel().tolist())
         assert of_step == tokens or (plan.num_micro_batches == 1 and of_step < tokens)
     assert len(sizes) < 40 or not np.array_equal(plans[0].rows, plans[1].rows)
 
@@ -123,25 +121,23 @@ def test_limits_of_fixed_shapes_are_kept_and_reached():
         st.tuples(st.just(999), st.integers(36, 60), st.integers(4, 9)),
     ),
     world_size=st.integers(1, 8),
-    align=st.sampled_from([1, 3]),
     align_tokens=st.sampled_from([1, 2, 5]),
 )
-def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size, align, align_tokens):
+def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size, align_tokens):
     rows_per_batch, max_tokens, max_documents = limits
-    sizes = sizes_of_lists([[-(-length // align) * align for length in pack] for pack in packs])
-    max_tokens = (max_tokens + align_tokens - 1) * align
-    aligned = {"align_documents": align, "align_tokens": align_tokens}
-    batching = InOrder(max_tokens=max_tokens, max_documents=max_documents, **aligned)
+    sizes = sizes_of_lists(packs)
+    max_tokens += align_tokens - 1
+    batching = InOrder(max_tokens=max_tokens, max_documents=max_documents, align_tokens=align_tokens)
     if rows_per_batch != 999:  # then a row of more tokens is alone
-        batching = InOrder(rows_per_batch, max_tokens=max_tokens, **aligned)
-    plan = batching.plan(sizes_of_lists(packs), Epoch(0, world_size))
+        batching = InOrder(rows_per_batch, max_tokens=max_tokens, align_tokens=align_tokens)
+    plan = batching.plan(sizes, Epoch(0, world_size))
     micro_batches = [
         plan.micro_batch(number, rank) for number in range(plan.num_micro_batches) for rank in range(world_size)
     ]
     expected, rows = [], []
     for row in np.flatnonzero(sizes.tokens).tolist():
         together = [row, *(each for each, _ in rows)]
-        filled = -(-sizes.tokens[together].sum() // batching.multiple) * batching.multiple
+        filled = -(-sizes.tokens[together].sum() // align_tokens) * align_tokens
         fits = filled <= max_tokens and sizes.segments[together].sum() <= max_documents
         if rows and not (fits and len(together) <= rows_per_batch):
             expected.append(rows)

@@ -28,12 +28,10 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
     seed=st.integers(0, 9),
     balance=st.sampled_from(["attention", "tokens"]),
     max_documents=st.one_of(st.none(), st.integers(1, 6)),
-    align_documents=st.sampled_from([1, 1, 4, 8]),
     align_tokens=st.sampled_from([1, 1, 10, 16]),
 )
 def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, **limits):
-    lengths, align = np.array(lengths), (limits["align_documents"], limits["align_tokens"])
-    multiple, max_tokens = int(np.lcm(*align)), limits["max_tokens"]
+    lengths, multiple, max_tokens = np.array(lengths), limits["align_tokens"], limits["max_tokens"]
     limits["max_tokens"] = -(-max_tokens // multiple) * multiple + max_tokens % multiple
     sizes, budget = sizes_of_documents(lengths), hfp.TokenBudget(**limits)
     wanted = dict.fromkeys(np.flatnonzero(lengths).tolist(), 1)
@@ -52,8 +50,7 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, **li
         assert plan.num_copies == sum(is_copy for _, is_copy in rows) < world_size
         assert not plan.num_copies or np.diff(plan.offsets).max() == 1  # no micro-batch could be divided
         assert plan.is_copy.dtype == bool
-        filled_up = plan.per_micro_batch(-(-lengths // align[0]) * align[0])
-        assert (-(-filled_up // multiple) * multiple).max() <= budget.max_tokens
+        assert (-(-plan.per_micro_batch(lengths) // multiple) * multiple).max() <= budget.max_tokens
         most = budget.max_documents
         assert most is None or plan.per_micro_batch(sizes.segments).max() <= most
         assert plan.left_out.tolist() == np.flatnonzero(lengths == 0).tolist()
@@ -206,7 +203,6 @@ BATCHINGS = st.one_of(
         hfp.TokenBudget,
         st.sampled_from([40, 41, 80, 200]),
         balance=st.sampled_from(["attention", "tokens"]),
-        align_documents=st.sampled_from([1, 8]),
         align_tokens=st.sampled_from([1, 20]),
         max_documents=st.one_of(st.none(), st.integers(1, 6)),
         seed=st.integers(0, 9),
@@ -215,7 +211,6 @@ BATCHINGS = st.one_of(
         hfp.BucketBatches,
         st.sampled_from([32, 64, 128]),
         seed=st.integers(0, 9),
-        align_documents=st.sampled_from([1, 4]),
         align_tokens=st.sampled_from([1, 16]),
     ),
     st.builds(hfp.BucketBatches, st.sampled_from([32, 64]), order=st.just("short_to_long"), cycles=st.integers(1, 3)),

@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -191,63 +190,6 @@ def test_a_token_column_bucket_is_a_column_like_any_other():
     arrays = {name: [np.array(row) for row in documents[name]] for name in documents.column_names}
     assert sorted(len(row) for row in hfp.BestFit(2)(arrays)["bucket"]) == [1, 2]
     assert hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["bucket"][:] == [[7], [8, 9]]
-
-
-@pytest.mark.filterwarnings("ignore:packing drops")
-@pytest.mark.parametrize("strategy", strategy_classes(), ids=lambda each: each.__name__)
-def test_aligned_plans_are_those_in_larger_units(strategy):
-    """Also of windows, of documents that `map` packs, and with every treatment of long documents."""
-    lengths = np.random.default_rng(0).integers(0, 90, 300)
-    treatments = ["split", "truncate", "drop"] if strategy in strategy_classes(having="overflow") else [None]
-    for overflow in treatments:
-        options = {"overflow": overflow} if overflow else {}
-        aligned = made_for(64, strategy, align_documents=8, **options)
-        plan, units = (
-            hfp.plan_packing(lengths, aligned),
-            hfp.plan_packing(-(-lengths // 8), made_for(8, strategy, **options)),
-        )
-        assert np.array_equal(plan.segment_document, units.segment_document)
-        assert np.array_equal(plan.pack_offsets, units.pack_offsets)
-        assert np.array_equal(plan.segment_start, 8 * units.segment_start)
-        assert np.array_equal(-(-plan.segment_length // 8), units.segment_length)
-        assert (plan.segment_length % 8).any()
-        assert plan.metrics().lower_bound >= units.metrics().lower_bound
-        assert plan.metrics().num_padding_slots == plan.pack_capacity.sum() - plan.segment_length.sum()
-    documents = [[1] * length for length in lengths]
-    rows = aligned({"input_ids": documents})["seq_lengths"]
-    assert sorted(map(sorted, rows)) == sorted(
-        sorted(plan.segment_length[a:b].tolist()) for a, b in pairwise(plan.pack_offsets.tolist())
-    )
-    assert repr(aligned).endswith("align_documents=8)")
-    assert "align" not in repr(made_for(64, strategy))
-    assert "align_documents=8" in hfp.compare(lengths, [aligned])[0].name
-
-
-@pytest.mark.parametrize(
-    ("message", "call"),
-    [
-        ("max_length: expected multiples of align_documents=8, got 12", lambda: hfp.BestFit(12, align_documents=8)),
-        ("bucket_lengths: .* align_documents=8, got 12", lambda: hfp.Bucket((8, 12, 16), align_documents=8)),
-        ("align_documents: expected an integer from 1", lambda: hfp.BestFit(12, align_documents=0)),
-        (
-            "align_documents: .* got 4; use plan_packing",
-            lambda: hfp.plan_counts([0, 1], hfp.BestFit(12, align_documents=4)),
-        ),
-        (
-            "lengths: document 1 has 13 tokens, more than max_length=12",
-            lambda: hfp.plan_packing([12, 13], hfp.BestFit(12, overflow="error", align_documents=4)),
-        ),
-        (
-            "align_documents: expected 1 with share_prefixes, got 4",
-            lambda: hfp.pack(
-                Dataset.from_dict({"input_ids": [[1]]}), hfp.BestFit(12, align_documents=4), share_prefixes=True
-            ),
-        ),
-    ],
-)
-def test_what_cannot_be_aligned(message, call):
-    with pytest.raises(hfp.PackingError, match=f"^{message}"):
-        call()
 
 
 def test_registered_strategies_are_public_or_ones_own(monkeypatch):

@@ -185,9 +185,7 @@ def literal_rows(documents, strategy, window_packs, most_windows=4) -> list[dict
             tokens, new = tokens + len(left[0]), new + len(left[0])
             window.append(left.pop(0))
             age.append(0)
-        plan, is_open, all_wait, may_exchange, _ = strategy.plan_window(
-            check_lengths([len(each) for each in window]), number
-        )
+        plan, is_open, all_wait, _ = strategy.plan_window(check_lengths([len(each) for each in window]), number)
         packs = packs_of(plan)
         capacity = plan.pack_capacity.tolist()
         free = [1 - sum(length for *_, length in pack) / capacity[p] for p, pack in enumerate(packs)]
@@ -200,9 +198,7 @@ def literal_rows(documents, strategy, window_packs, most_windows=4) -> list[dict
                 waits.append(p)
             else:
                 break
-        if not may_exchange:
-            waits = [p for p in waits if all(age[document] < most_windows for document, *_ in packs[p])]
-        elif not all_wait:
+        if not all_wait:
             waits = _send_old(packs, waits, capacity, age, most_windows)
         if ended:
             waits = []

@@ -40,7 +40,7 @@ from tools.tiny_model import tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 BUDGET = hfp.TokenBudget(64)
-ALIGNED = hfp.TokenBudget(64, align_documents=8)
+ALIGNED = hfp.TokenBudget(64, align_tokens=8)
 LIMITED = hfp.TokenBudget(64, max_documents=7)
 SHAPES = {"tokens": 80, "max_segments": 8}
 SHARED = hfp.TokenBudget(128, share_prefixes=2)
@@ -175,8 +175,6 @@ ATTACH = [
     ("length_schedule", lambda of: hfp.attach(of(), SCHEDULED, tokens=160, max_segments=8)),
     ("length_schedule", lambda of: hfp.attach(of.of_rows(), SCHEDULED)),
     ("align_tokens", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, align_tokens=8))),
-    ("align_documents", lambda of: hfp.attach(of(model=patched_tiny("bert", "masked")), ALIGNED)),
-    ("align_documents", lambda of: hfp.attach(of(model=seeing_ahead()), ALIGNED)),
     ("tokens", lambda of: hfp.attach(of(), ALIGNED, tokens=84, max_segments=99)),
 ]
 
@@ -364,14 +362,6 @@ def masking_labels(of):
     trainer = masking(of, collator(), labeled_masks())
     hfp.attach(trainer, BUDGET)
     return trainer
-
-
-def seeing_ahead():
-    """A causal language model whose attention is not causal, so that its tokens see the tokens that they predict."""
-    model = build("Llama")
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    return hfp.patch_model(model)
 
 
 def of_masked_rows(of):

@@ -16,7 +16,7 @@ from document_streams import make_documents, read_stream, stream_of, write_parqu
 from patched_models import patched
 from processes import on_ranks
 from tiers import fast_only
-from trainers import attached, documents, documents_in, logged, on_each_batch, trainer_of
+from trainers import attached, documents_in, logged, on_each_batch, trainer_of
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
@@ -36,7 +36,7 @@ def open_files(files):
     return read_stream("parquet", files).select_columns(["input_ids"])
 
 
-PLAIN, ALIGNED = hfp.BestFit(CAPACITY), hfp.BestFit(CAPACITY, align_documents=8)
+PLAIN = hfp.BestFit(CAPACITY)
 
 
 def packed(files, strategy=PLAIN, **more):
@@ -65,28 +65,16 @@ def test_rows_come_in_the_order_of_the_stream(files):
 
 
 def test_documents_and_packed_rows_are_filled_up(files):
-    aligned = hfp.TokenBudget(CAPACITY + 7, align_documents=8)
-    for data in (open_files(files), packed(files, ALIGNED)):
+    aligned = hfp.TokenBudget(CAPACITY + 8, align_tokens=8)
+    for data in (open_files(files), packed(files)):
         batches = list(loader_of(data, batching=aligned))
-        assert max(batch["input_ids"].shape[1] for batch in batches) <= CAPACITY
-        assert not any((batch["cu_seq_lens_q"] % 8).any() for batch in batches)
+        assert max(batch["input_ids"].shape[1] for batch in batches) <= CAPACITY + 8
+        assert not any(batch["input_ids"].shape[1] % 8 for batch in batches)
         assert any((batch["seq_idx"] == -1).any() for batch in batches)
         real = [batch["input_ids"][batch["seq_idx"] >= 0].tolist() for batch in batches]
         assert sorted(token for each in real for token in each) == sorted(token for each in DOCUMENTS for token in each)
-    with pytest.raises(hfp.PackingError, match="align_documents: expected 1, or rows that were packed with align_d"):
-        loader_of(packed(files), batching=aligned)
     with pytest.raises(hfp.PackingError, match="max_tokens: expected at least 50, the capacity .* of 10, got 49"):
         loader_of(packed(files), batching=hfp.TokenBudget(CAPACITY + 1, align_tokens=10))
-
-
-def test_an_evaluation_whose_rows_have_no_room_for_tails_takes_one_at_a_time(files, tmp_path):
-    trainer = attached(tmp_path, hfp.TokenBudget(4 * CAPACITY, align_documents=8), data=documents(45))
-    of_rows = [list(trainer.get_eval_dataloader(packed(files, strategy))) for strategy in (PLAIN, ALIGNED)]
-    assert len(of_rows[0]) == len(list(packed(files)))
-    for batch in of_rows[1]:
-        assert not (batch["cu_seq_lens_q"] % 8).any()
-        assert batch["input_ids"].shape[1] <= 4 * CAPACITY
-    assert max(batch["input_ids"].shape[1] for batch in of_rows[1]) > 2 * CAPACITY
 
 
 @pytest.mark.parametrize("streams", [8, 1])
