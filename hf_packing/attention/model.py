@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.checks import refuse_older
@@ -234,6 +235,14 @@ def has_local_weights(model: nn.Module) -> bool:
 
 def is_fsdp(module: nn.Module) -> bool:
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
+
+
+def shard_again(model: nn.Module) -> None:
+    """Shard the weights that FSDP2 has gathered, as it leaves those of a whole model after a forward without a backward
+    pass. Gathered weights are other parameters, which get no gradients."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_packing.attention.model import configurations, embedding_of, has_local_weights, inner_model, is_compiled
+from hf_packing.attention.model import (
+    configurations,
+    embedding_of,
+    has_local_weights,
+    inner_model,
+    is_compiled,
+    shard_again,
+)
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
     ObjectSnapshot,
@@ -57,7 +64,8 @@ class StepRunner:
         self.model, self.models, self.ranks_per_row = model, [model, *others], ranks_per_row
         self.holders, self.without = holders, without
         self.runners = [Runner(each) for each in self.models]
-        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.parameters: dict[str, nn.Parameter] = {}
+        """The parameters that are trained, within `undisturbed`."""
         self.dtype = self.runners[0].dtype
         """The least precise dtype that the model computes in, with the autocast that is on now."""
         self.without_router_losses = False
@@ -66,6 +74,9 @@ class StepRunner:
     @contextmanager
     def undisturbed(self, training: bool) -> Iterator[None]:
         """Context manager: within the block, models run without dropout, and nothing of it is left after the block."""
+        for model in self.models:
+            shard_again(model)
+        self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         kept = [(each, each.grad) for each in self.model.parameters()]
         with ExitStack() as stack:
             stack.enter_context(restored_random_state(self.runners[0].device))

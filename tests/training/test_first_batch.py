@@ -79,7 +79,9 @@ def test_a_batch_of_one_document_proves_the_step_alone(tmp_path):
     trainer = trainer_of(tmp_path, model=patched(**LONG), data=documents([210] * 4), max_steps=1)
     summary = hfp.attach(trainer, hfp.TokenBudget(210))
     trainer.train()
-    assert str(summary).splitlines()[-1].startswith("step: proven on the first training batch: 3 documents of 63 tokens")
+    assert (
+        str(summary).splitlines()[-1].startswith("step: proven on the first training batch: 3 documents of 63 tokens")
+    )
     assert "isolation" not in str(summary)
 
 
@@ -260,3 +262,31 @@ def test_ranks_that_share_a_model(tmp_path):
         assert found[case][0]["refused"] == found[case][1]["refused"]
         assert (leaky(case)[1] in found[case][0]["refused"]) == (case != "gradients")
         assert found[case][0]["losses"] == found[case][1]["losses"] == []
+
+
+def train_whole(folder, _):
+    """The logged losses, and the gradients of the first step, of a model whose own weights FSDP2 shards, too."""
+    for prove in ("first batch", "model"):
+        trainer = trainer_of(folder, model=build("Llama", **LONG), data=documents(), optim="sgd", learning_rate=0.1)
+        hfp.attach(trainer, BUDGET, prove=prove)
+        for each in (*trainer.model.model.layers, trainer.model):
+            fully_shard(each)
+        trainer.accelerator.prepare_model = lambda model, **_: model  # accelerate has FSDP for GPUs only
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = logged(trainer)
+        report = trainer.attached.first_batch_proof.proofs.get("step: proven on the first training batch")
+        result = [found, report and report.parameters]
+        (folder / f"{prove}-{trainer.args.process_index}.json").write_text(json.dumps(result))
+    os._exit(0)  # gloo may wait at the end
+
+
+@pytest.mark.slow
+def test_no_gradient_is_left_in_a_sharded_model(tmp_path):
+    """The proof of isolation leaves the weights of the whole model gathered, whose gradients are in other tensors."""
+    on_ranks(train_whole, tmp_path, None, ranks=2)
+    for rank in range(2):
+        with_proof, without = (
+            json.loads((tmp_path / f"{prove}-{rank}.json").read_text()) for prove in ("first batch", "model")
+        )
+        assert with_proof[0] == without[0]
+        assert with_proof[1] == len([*build("Llama", **LONG).parameters()])
