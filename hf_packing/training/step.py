@@ -123,7 +123,7 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         unpacked_loss=steps.unpacked.loss,
         documents=documents,
         tokens=tokens,
-        parameters=len(steps.unpacked.gradients),
+        parameters=0 if of is None else len(steps.unpacked.gradients),
         difference=steps.difference.largest,
         note=note,
     )
