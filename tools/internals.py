@@ -18,6 +18,7 @@ from hf_packing.batch.segments import part_of
 from hf_packing.checks import OLDEST
 from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.rank_layout import RankLayout, RowPart
+from hf_packing.training.step import StepReport
 
 __all__ = [
     "OLDEST",
@@ -30,6 +31,7 @@ __all__ = [
     "RowCase",
     "RowPart",
     "Runner",
+    "StepReport",
     "VarlenKernel",
     "block_of",
     "comparable",

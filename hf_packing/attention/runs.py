@@ -226,14 +226,22 @@ class Runner:
             given = leaf.clone()  # a module may change its input in place
             return (given, *scales) if scales else given
 
-        embedding = embedding_of(self.model)
         with ExitStack() as stack:
-            for each in self.model.modules():
-                is_same = getattr(each, "weight", None) is embedding.weight
-                # not an output layer that shares the weight
-                if each is embedding or (is_same and "Embedding" in str(type(each).__mro__)):
-                    stack.enter_context(each.register_forward_hook(cut, with_kwargs=True))
+            for each in embeddings_of(self.model):
+                stack.enter_context(each.register_forward_hook(cut, with_kwargs=True))
             yield found
+
+
+def embeddings_of(model: nn.Module) -> list[nn.Module]:
+    """Return the embedding of a model, and other ones that share its weight, as in encoders and decoders."""
+    embedding = embedding_of(model)
+    return [
+        each
+        for each in model.modules()
+        if each is embedding
+        # not an output layer that shares the weight
+        or (getattr(each, "weight", None) is embedding.weight and "Embedding" in str(type(each).__mro__))
+    ]
 
 
 def with_rounding_errors(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,8 @@ class StepReport:
     """The largest difference of a parameter's gradient, as a share of its norm."""
     note: str = ""
     """What else is to be known of the comparison."""
+    compared: bool = True
+    """False if nothing could be compared, since padding changes the loss, and every batch has some."""
 
     @property
     def same(self) -> bool:
@@ -112,7 +114,7 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
             if (of := case.choose(without_padding=True)) is not None:
                 note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
             else:
-                note, steps = ", but nothing was compared, since padding changes the loss", steps._replace(differ=False)
+                note, steps = ", whose loss changes with padding", steps._replace(differ=False)
         problem = steps.describe() if steps.differ else ""
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
@@ -124,6 +126,7 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         parameters=0 if of is None else len(steps.unpacked.gradients),
         difference=steps.difference.largest,
         note=note,
+        compared=of is not None,
     )
 
 

@@ -535,16 +535,15 @@ def check_step(
         PackingError: the trainer is not attached, the model is not patched, or a loss cannot be computed.
 
     Example:
-        >>> import hf_packing as hfp, transformers
+        >>> import hf_packing as hfp, torch, transformers
         >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
         >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
         >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 8]}])
         >>> hfp.check_step(model, batch).same
         True
-        >>> two_ahead = lambda model, batch: torch.nn.functional.cross_entropy(
-        ...     model(**batch).logits[:, :-2].transpose(1, 2), batch["labels"][:, 2:]
-        ... )
-        >>> import torch
+        >>> def two_ahead(model, batch):
+        ...     logits = model(**batch).logits[:, :-2].transpose(1, 2)
+        ...     return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 2:])
         >>> print(hfp.check_step(model, batch, loss=two_ahead).problem.rpartition("; ")[2])
         the packed loss reads across documents: replacing one changes the loss of another
     """

@@ -48,6 +48,7 @@ from tools.survey.measure import (
 from tools.survey.page import PICTURES, SPLIT, TITLES, TREES, page, with_pictures, with_ranks, with_trees
 from tools.survey.pictures import MeasuredPictures, measure_all_pictures, measure_pictures, picture_jobs
 from tools.survey.ranks import RANKS, MeasuredRanks, measure_all_ranks
+from tools.survey.steps import StepJob, measure_step, step_jobs
 from tools.survey.trees import FOREST, LONGER, MeasuredTrees, measure_all_trees, measure_trees, tree_jobs
 from tools.tiny_model import SETTINGS, THRESHOLDS, architectures, tiny_config, tiny_model
 
@@ -484,6 +485,23 @@ def test_what_is_wrong_is_shown():
     assert rows_of(text)[f"Wrong: {SPLIT.lower()}, {TITLES['causal'].lower()}", "llama"] == ["3e-01"]
     assert text.endswith(" |\n")
     assert "Of 1 causal models, 0 are exact, 0 are refused with\nthe reason, and 1 are wrong. 0 of those" in text
+
+
+@pytest.mark.parametrize(
+    ("job", "status"),
+    [
+        (StepJob("causal", "llama", "bfloat16"), "proven"),
+        (StepJob("sequence classification", "bert", "float32"), "proven"),
+        (StepJob("question answering", "bert", "float32", "own"), "not compared"),
+    ],
+)
+def test_steps_are_proven(job, status):
+    """The logits of padding count in the loss of a question's answer."""
+    assert job in step_jobs()
+    found = measure_step(job)
+    assert (found.status, found.reason) == (status, "")
+    if status == "proven":
+        assert max(found.loss, found.gradient) < (0.05 if job.dtype == "bfloat16" else 1e-5)
 
 
 def test_which_differences_are_exact():

@@ -7,5 +7,6 @@ picture_models.py  builds tiny models that see pictures
 picture_inputs.py  makes documents with pictures, and batches of them
 trees.py           compares documents in rows of trees with the same documents run separately
 ranks.py           compares rows on two ranks with the same rows on one rank
+steps.py           trains models for a step after attach, whose proof must not refuse it
 page.py            formats the results as docs/SUPPORTED_MODELS.md
 """

@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -12,7 +13,20 @@ from tools.survey.measure import all_jobs, measure_all
 from tools.survey.page import COMMAND, page, with_pictures, with_ranks, with_trees
 from tools.survey.pictures import MeasuredPictures, measure_all_pictures, picture_jobs
 from tools.survey.ranks import MeasuredRanks, measure_all_ranks
+from tools.survey.steps import measure_all_steps, step_jobs
 from tools.survey.trees import MeasuredTrees, measure_all_trees, tree_jobs
+
+
+def print_steps(only: list[str] | None, processes: int) -> None:
+    """Measure steps, and print those that are not proven, and how many there are of each status."""
+    found = measure_all_steps([job for job in step_jobs() if not only or job.name in only], processes)
+    for each in found:
+        if each.status != "proven":
+            print(
+                f"{each.job.kind}, {each.job.name}, {each.job.dtype}, {each.job.batching}: {each.status} {each.reason}"
+            )
+    for (kind, dtype, status), number in Counter((e.job.kind, e.job.dtype, e.status) for e in found).items():
+        print(f"{kind} in {dtype}: {number} {status}")
 
 
 def main() -> None:
@@ -23,7 +37,11 @@ def main() -> None:
     parser.add_argument("--pictures", action="store_true", help="measure only pictures, in a page that exists")
     parser.add_argument("--trees", action="store_true", help="measure only rows of trees, in a page that exists")
     parser.add_argument("--ranks", action="store_true", help="measure only rows on two ranks, in a page that exists")
+    parser.add_argument("--steps", action="store_true", help="print what the proof of a step finds, and write nothing")
     arguments = parser.parse_args()
+    if arguments.steps:
+        print_steps(arguments.only, arguments.processes)
+        return
     everything = not (arguments.pictures or arguments.trees or arguments.ranks)
     pictures: list[MeasuredPictures] = []
     trees: list[MeasuredTrees] = []
