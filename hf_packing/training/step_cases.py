@@ -162,7 +162,9 @@ class PackedCase(StepCase):
     def replaced(self, of: list[Document], document: int) -> list[Document] | None:
         if len(of) < 2:
             return None
-        other = {**of[document], INPUT_IDS: of[document][INPUT_IDS].roll(1, dims=1)}
+        length, labels = _length(of[document]), of[document][LABELS]
+        tokens = of[0 if document == len(of) - 1 else -1][INPUT_IDS].repeat(1, length)[:, :length]
+        other = {**of[document], INPUT_IDS: tokens, LABELS: tokens.where(labels != IGNORED_LABEL, labels)}
         return [other if number == document else each for number, each in enumerate(of)]
 
     def rows(self, of: list[Document]) -> list[dict[str, Any]]:

@@ -328,6 +328,14 @@ FOUND = {
 }
 
 
+ACROSS = "the packed loss reads across documents: replacing one changes the loss of another"
+WEIGHTS = "no document changes the loss of another, so it is a sum over documents with other weights"
+CAUSES = {
+    **dict.fromkeys(("Medusa", "three tokens ahead", "unlikelihood of earlier tokens", "contrast of tokens"), ACROSS),
+    **dict.fromkeys(("a mean for each document", "a sum for each row", "weights of lengths"), WEIGHTS),
+}
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_trains(name, tmp_path):
     trainer = RIGHT[name](tmp_path)
@@ -345,8 +353,9 @@ def test_what_differs_is_found(name, tmp_path):
     trainer = FOUND[name](tmp_path)
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     hfp.attach(trainer, BUDGET)
-    with pytest.raises(hfp.PackingError, match=DIFFERS):
+    with pytest.raises(hfp.PackingError, match=DIFFERS) as found:
         trainer.train()
+    assert str(found.value).endswith(CAUSES.get(name, ""))
     assert trainer.state.global_step == 0
     assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
     assert all(each.grad is None for each in trainer.model.parameters())
