@@ -80,7 +80,9 @@ class StepRunner:
         kept = [(each, each.grad) for each in self.model.parameters()]
         with ExitStack() as stack:
             stack.enter_context(restored_random_state(self.runners[0].device))
-            stack.enter_context(torch.set_grad_enabled(training))
+            # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them
+            takes_gradients = training and not hasattr(self.model, "backward")
+            stack.enter_context(torch.set_grad_enabled(takes_gradients))
             modules = [module for model in self.models for module in model.modules()]
             stack.callback(ObjectSnapshot(self.holders, (*self.without, *modules)).restore)
             for model in self.models:

@@ -504,7 +504,7 @@ def _own_collator(stock: Any, first: int) -> Callable[[int, Document], None]:
                 raise PackingError(
                     f"{name}: expected those of the trainer's own collator, {expected[here]} from token "
                     f"{begin + place} of row {number} on, got {found[here]}. attach reads the columns of the dataset: "
-                    f"give it the {name} that you want to train on"
+                    f"give it the {name} that you want to train on, and the trainer no collator that changes them"
                 )
 
     return check

@@ -7,14 +7,16 @@ import copy
 import re
 from contextvars import ContextVar
 
+import datasets
 import peft
 import pytest
 import torch
+from patched_models import patched
 from tiny_models import build
 from torch import nn
 from torch.nn import functional as F
-from trainers import logged, trainer_of
-from transformers import Trainer, TrainerCallback
+from trainers import logged, tokenizer, trainer_of
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback
 from trl import SFTTrainer
 from whole_rows import trainer_of as rows_trainer_of
 
@@ -477,3 +479,106 @@ def test_pairs_that_are_weighted_by_packs_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.attached.source, "counted", alike)
     with pytest.raises(hfp.PackingError, match=DIFFERS):
         trainer.train()
+
+
+class Engine(nn.Module):
+    """A wrapper that runs the backward pass itself."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+    def backward(self, loss):
+        raise AssertionError(loss)
+
+
+@pytest.mark.parametrize(("wrap", "gradients"), [(lambda model: model, True), (Engine, False)])
+def test_loops_compare_their_own_function(wrap, gradients):
+    model = wrap(patched())
+    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 8]}, {"input_ids": [5, 9, 7]}])
+    report = hfp.check_step(model, batch)
+    assert report.same
+    assert bool(report.parameters) == gradients
+    for own, is_right in {plain: True, focal: True, medusa: False, per_document: False}.items():
+
+        def loss(model, batch, own=own):
+            inputs = {name: each for name, each in batch.items() if name != "labels"}
+            return own(model(**inputs).logits, batch["labels"], inputs)
+
+        assert hfp.check_step(model, batch, loss=loss).same is is_right
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_what_check_step_refuses(tmp_path):
+    trainer = trainer_of(tmp_path)
+    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8]}])
+    for argument, call in (
+        ("of", lambda: hfp.check_step(trainer)),
+        ("of", lambda: hfp.check_step(None)),
+        ("batch", lambda: hfp.check_step(patched())),
+        ("model", lambda: hfp.check_step(build("Llama"), batch)),
+    ):
+        with pytest.raises(hfp.PackingError, match=f"^{argument}: "):
+            call()
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.PackingError, match="^loss: "):
+        hfp.check_step(trainer, loss=plain)
+    assert hfp.check_step(trainer).same
+
+
+def test_a_module_that_is_replaced_in_the_training_is_refused(tmp_path):
+    model, other = build("Llama"), build("Llama")
+
+    class Replaces(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            model.model.layers[1] = other.model.layers[1]
+
+    trainer = trainer_of(tmp_path, model=model, callbacks=[Replaces()])
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.PackingError, match="^model: expected the modules of the first batch, but 'model.layers.1'"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_metrics_and_counts_of_a_trainer_are_those_of_its_own_steps(tmp_path):
+    class Counts(SFTTrainer):
+        seen = []  # noqa: RUF012
+
+        def compute_loss(self, *given, **named):
+            self.seen.append(0)
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().compute_loss(*given, **named)
+
+    logs = []
+    for prove in ("first batch", "model"):
+        trainer = trainer_of(tmp_path, Counts, build("Llama"))
+        Counts.seen.clear()
+        hfp.attach(trainer, BUDGET, prove=prove)
+        trainer.train()
+        assert trainer.calls == len(Counts.seen) == 2
+        logs.append(
+            [
+                {n: v for n, v in entry.items() if "runtime" not in n and "per_second" not in n}
+                for entry in trainer.state.log_history
+            ]
+        )
+    assert logs[0] == logs[1]
+
+
+def test_collators_that_make_other_labels_are_refused(tmp_path):
+    """transformers' own collator trains on no pad token, also where it ends a text."""
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 2], [8, 9, 2], [5, 5, 6, 7, 2]] * 4})
+    words = tokenizer()
+    words.pad_token = words.eos_token
+    for collator, refused in ((DataCollatorForLanguageModeling(words, mlm=False), True), (None, False)):
+        trainer = trainer_of(tmp_path, data=data)
+        trainer.data_collator = collator or trainer.data_collator
+        hfp.attach(trainer, BUDGET)
+        if refused:
+            with pytest.raises(hfp.PackingError, match="^labels: expected those of the trainer's own collator"):
+                trainer.train()
+        else:
+            trainer.train()
