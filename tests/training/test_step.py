@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from patched_models import patched
+from tiers import fast_only
 from tiny_models import build
 from torch import nn
 from torch.nn import functional as F
@@ -338,7 +339,10 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+FAST = ("plain", "SFTTrainer", "experts with a router loss", "counts calls", "z-loss", "teacher of the trainer", "LoRA")
+
+
+@pytest.mark.parametrize("name", fast_only([*RIGHT], *FAST))
 def test_what_is_right_trains(name, tmp_path):
     trainer = RIGHT[name](tmp_path)
     hfp.attach(trainer, BUDGET)
