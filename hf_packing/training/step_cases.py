@@ -98,7 +98,8 @@ class PackedCase(StepCase):
     Args:
         runner: runs the model.
         collator: the collator of the training.
-        makes_trees: whether documents share prefixes in the batch. Losses of routers are then left out.
+        makes_trees: whether documents share prefixes in the batch. Then, and on several ranks, losses of routers are
+            left out.
     """
 
     documents: Sequence[Document]
@@ -111,7 +112,8 @@ class PackedCase(StepCase):
 
     def __init__(self, runner: StepRunner, collator: PackingCollator, makes_trees: bool) -> None:
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
-        self.makes_trees = runner.without_router_losses = makes_trees
+        self.makes_trees = makes_trees
+        runner.without_router_losses = makes_trees or runner.ranks_per_row > 1
         self.inner = inner_model(runner.model)
         self.device = input_device(self.inner)
 
@@ -201,12 +203,14 @@ class TrainerCase(PackedCase):
 
     def __init__(self, trainer: Any, model: nn.Module, batch: Batch | None, training: bool) -> None:
         state = trainer.attached
-        runner = _runner_of(trainer, model, state.batching.ranks_per_block)
-        super().__init__(runner, state.collator, state.source.shares_prefixes)
+        runner = _runner_of(trainer, model, state.batching.ranks_per_block if training else 1)
+        super().__init__(
+            runner, state.collator, state.source.shares_prefixes if batch is None else is_tree_batch(batch)
+        )
         self.trainer, self.model, self.training, self.stock = trainer, model, training, without_attach(trainer)
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
-        if self.makes_trees:
+        if runner.without_router_losses:
             self.stock.aux_loss_enabled = False
         self.documents = on_all_ranks(lambda _: self._next_documents()) if batch is None else documents_of(batch)
 
@@ -227,9 +231,11 @@ class TrainerCase(PackedCase):
 
     def packed(self, of: list[Document]) -> Callable[[], Tensor]:
         trainer, state, device = self.trainer, self.trainer.attached, self.device
-        inputs = send_to_device(state.source.batch_of(self.rows(of), trainer.accelerator, state.collator), device)
+        rows = self.rows(of)
         if not self.training:
-            return lambda: _evaluated(copy.copy(trainer), self.model, inputs)
+            whole = send_to_device(self.collator(trees_of_documents(rows) if self.makes_trees else rows), device)
+            return lambda: _evaluated(copy.copy(trainer), self.model, whole)
+        inputs = send_to_device(state.source.batch_of(rows, trainer.accelerator, self.collator), device)
         own = torch.tensor(self.sizes(of)[-1], device=device)
         processes, ranks = trainer.accelerator.num_processes, data_rank(trainer.accelerator).world_size
         everywhere = trainer.accelerator.gather(own[None]).sum() * ranks / processes / self.runner.ranks_per_row
