@@ -69,7 +69,8 @@ class StepRunner:
         self.dtype = self.runners[0].dtype
         """The least precise dtype that the model computes in, with the autocast that is on now."""
         self.without_router_losses = False
-        """Whether models compute no losses of routers, which differ by design where documents share prefixes or ranks."""
+        """Whether models compute no losses of routers, which differ by design where documents share prefixes, or are on
+        several ranks."""
 
     @contextmanager
     def undisturbed(self, training: bool) -> Iterator[None]:

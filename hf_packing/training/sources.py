@@ -161,7 +161,11 @@ class PackedRows:
         """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
         None if it is not a document of the dataset as it is."""
         rows, sampler = self._rows(), self.sampler
-        is_whole = self.reading.masking is None and sampler.rows.pieces is None and not sampler.sizes.packed
+        is_fixed = isinstance(self.dataset, list | datasets.Dataset)  # others may change rows when they are read
+        is_fixed = is_fixed and getattr(self.dataset, "format", {}).get("type") != "custom"
+        is_whole = (
+            is_fixed and self.reading.masking is None and sampler.rows.pieces is None and not sampler.sizes.packed
+        )
         for row in islice(chain.from_iterable(sampler), count):
             yield row[0] if is_whole and not row[1] else None, rows.__getitems__([row])[0]
 
