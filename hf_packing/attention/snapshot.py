@@ -160,7 +160,7 @@ not change behind its back."""
 
 
 class ObjectSnapshot:
-    """What some objects hold at one moment: attributes, the items of collections, and the variables of functions, with
+    """Snapshot of what some objects hold: attributes, the items of collections, and the variables of functions, with
     the global ones that their code names. The objects in these follow, but neither data nor what this package made.
 
     Args:

@@ -205,7 +205,7 @@ the effect of rounding, one fault in five was not found."""
 
 @dataclass
 class StepDifference:
-    """How two steps differ."""
+    """Differences between two steps."""
 
     loss: float
     """The difference of the losses, as a share of the loss."""

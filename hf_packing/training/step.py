@@ -28,7 +28,7 @@ from hf_packing.errors import PackingError
 
 @dataclass(frozen=True)
 class StepReport:
-    """What `check_step` has found: whether the packed step is the step that is made without packing.
+    """Result of `check_step`: whether the packed step is the step that is made without packing.
 
     Example:
         >>> import datasets, hf_packing as hfp, tempfile, transformers
