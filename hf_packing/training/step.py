@@ -111,7 +111,10 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
     with case.runner.undisturbed(training):
         steps = _Steps.of(case, of)
         if steps.differ and not steps.padding_is_neutral():
-            if (of := case.choose(without_padding=True)) is not None:
+            of = case.choose(without_padding=True)
+            if on_any_rank(of is None):  # then no rank compares anything, since all make the same calls
+                of = None
+            if of is not None:
                 note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
             else:
                 note, steps = ", whose loss changes with padding", steps._replace(differ=False)
@@ -186,13 +189,13 @@ class _Steps(NamedTuple):
     def _is_additive(self) -> bool | None:
         """Return whether the packed loss is a sum over documents: whether replacing one of two changes it by as much,
         whether or not the other one is replaced. None if this is not known."""
+        if on_any_rank(self.case.replaced(self.made_of, 0) is None):
+            return None
         losses = {}
         for first, second in ((0, 0), (1, 0), (0, 1), (1, 1)):
             of = self.made_of
             for document in [0] * first + [1] * second:
-                of = None if of is None else self.case.replaced(of, document)
-            if of is None:
-                return None
+                of = self.case.replaced(of, document)
             losses[first, second] = self.case.runner.run(self.case.packed(of)).loss
         changes = [abs(losses[each] - losses[0, 0]) for each in ((1, 0), (0, 1))]
         mixed = abs(losses[0, 0] - losses[1, 0] - losses[0, 1] + losses[1, 1])
