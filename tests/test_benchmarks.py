@@ -47,7 +47,7 @@ TOY = {
     ),
     "startup.py": ("--documents 300 --tokens 512 --rounds 1", "hf_packing: TokenBudget is"),
     "patching.py": ("--models 70B --shrink 20 --tokens 256 --rounds 1", 'patch_model(prove="small")'),
-    "first_batch.py": ("--hidden 64 --layers 1 --vocabulary 500 --tokens 512 --rounds 1", "peak memory of the proof"),
+    "first_batch.py": ("--hidden 64 --layers 1 --vocabulary 500 --tokens 512 --rounds 1", "peak memory of both proofs"),
     "padded_batches.py": ("--rows 8 --pairs 4 --rounds 1 --shrink 8", "kept for the backward pass"),
     "score.py": ("--documents 12 --max-tokens 1024 --rounds 1", "times as fast"),
     "score_trees.py": ("--questions 0 --max-tokens 512 --hidden 16 --rounds 1", "16 + 500 tokens"),

@@ -126,7 +126,7 @@ def _measure_model(job: StepJob, model: PreTrainedModel, lengths: tuple[int, int
         proofs = trainer.attached.first_batch_proof.proofs.values()
         for report in (each for each in proofs if isinstance(each, StepReport)):
             apart = abs(report.loss - report.unpacked_loss) / abs(report.unpacked_loss)
-            status: Status = "not compared" if "nothing was compared" in report.note else "proven"
+            status: Status = "proven" if report.compared else "not compared"
             return MeasuredStep(job, status, "", apart, report.difference, report.note)
         return MeasuredStep(job, "no proof")
 
