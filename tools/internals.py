@@ -5,7 +5,6 @@ the route that was found, and what counts as equal up to rounding, so that the p
 The list of kernels' signatures is checked against the call that the package makes.
 """
 
-from hf_packing.attention.batch_kinds import prove_split_rows
 from hf_packing.attention.cases import RowCase
 from hf_packing.attention.kernels import Call, VarlenKernel
 from hf_packing.attention.route import route_of
@@ -37,7 +36,6 @@ __all__ = [
     "comparable",
     "logits_of",
     "part_of",
-    "prove_split_rows",
     "randomize",
     "route_of",
     "spread",

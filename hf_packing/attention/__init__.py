@@ -53,8 +53,8 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
-from hf_packing.attention.batch_kinds import prove_split_rows, prove_unpadding, share_prefixes
-from hf_packing.attention.batch_proof import prove_on_batch, prove_on_part
+from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
+from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_error
 from hf_packing.attention.kernels import kernel_of
@@ -111,8 +111,6 @@ __all__ = [
     "patched",
     "predicts_tokens",
     "prove_on_batch",
-    "prove_on_part",
-    "prove_split_rows",
     "prove_unpadding",
     "random_documents",
     "refuse_copied_labels",

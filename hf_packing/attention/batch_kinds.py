@@ -14,12 +14,11 @@ from itertools import chain, pairwise, product
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import find_last_of_tokens
-from hf_packing.attention.cases import Alone, DocumentTokens, RowCase, examine_in_training
+from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training
 from hf_packing.attention.forward import Patch, backbones_of, install_unpadding
 from hf_packing.attention.layout import CACHES
 from hf_packing.attention.model import (
@@ -28,18 +27,14 @@ from hf_packing.attention.model import (
     embedding_of,
     has_local_weights,
     pad_token_of,
-    without_ddp,
 )
 from hf_packing.attention.padded import SIDES, Side, Unpadding
-from hf_packing.attention.proof import Proof, proof_on_ranks, require
+from hf_packing.attention.proof import Proof, require
 from hf_packing.attention.route import PATCH
-from hf_packing.attention.runs import NotCallableError, Runner, logits_of
-from hf_packing.attention.split_row import block_of
-from hf_packing.attention.tolerance import GRADIENT_LENIENCE, apart, comparable, differences, has_experts, spread
-from hf_packing.batch.segments import part_of
+from hf_packing.attention.runs import NotCallableError, Runner
+from hf_packing.attention.tolerance import apart
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError
-from hf_packing.planning.rank_layout import RowPart, lay_out
 from hf_packing.trees.segments import TreeSegments
 
 _NOT_COMPARED = ("loss", "hidden_states", "attentions", "aux_loss", "router_logits", *CACHES)
@@ -187,73 +182,6 @@ def _with_poolers(model: PreTrainedModel, unpadding: Unpadding, case: PaddedCase
         run = partial(forward.run_packed, {"input_ids": case.tokens[None]}, row)
         return replace(unpadding, rows_after=find_last_of_tokens(model, module, run, row))
     return unpadding
-
-
-@torch.inference_mode(False)  # gradients are compared
-def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
-    """Prove that a patched model runs rows on several ranks, and note this in its route. All ranks call this together.
-
-    A row of random documents runs on the block of this rank, and on this rank alone. Its tokens must have the same
-    outputs and gradients, and must not notice that another document was replaced.
-
-    Args:
-        model: a patched model as a training loop calls it, with or without wrappers.
-        ranks: number of ranks in a block.
-    """
-    runner = Runner(model, without_ddp(model))
-    facts = getattr(runner.model, PATCH).facts
-    lengths = [4 * ranks + 3, 5, 2 * ranks + 4]  # some models cannot be called with shorter documents
-    case = RowCase(runner, training=True, lengths=lengths)
-    layout = lay_out(lengths, ranks, -(-sum(lengths) // ranks), linear_cost=0)
-    part = RowPart(layout, torch.distributed.get_rank() % ranks)
-    own = torch.from_numpy(layout.places(part.rank)).to(runner.device)
-    columns = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in case.inputs.items()}
-
-    def run(tokens: Tensor, split: bool = False, noisy: bool = False) -> list[Tensor]:
-        """Return the outputs and gradients of the tokens of the whole row, or of this rank's part of it."""
-        batch = {**columns, "input_ids": tokens[None].cpu()}
-        inputs = send_to_device(part_of(batch, part) if split else batch, runner.device)
-        with torch.enable_grad(), runner.leaves(noisy=noisy) as embedded:
-            outputs = logits_of(runner.called, runner(inputs))[0]
-            sizes = torch.arange(len(tokens), device=own.device), torch.arange(outputs.shape[1], device=own.device)
-            weights = torch.outer(sizes[0].cos(), sizes[1].cos())
-            score = (torch.where(comparable(outputs), outputs, 0) * (weights[own] if split else weights)).sum()
-            found = torch.autograd.grad(score, [leaf for _, leaf in embedded], materialize_grads=True)
-        # a module that runs by segment may embed some tokens of other ranks, too
-        is_token = case.tokens[:, None] == torch.cat([ids.flatten() for ids, _ in embedded])
-        gradients = is_token.float() @ torch.cat([each.flatten(0, -2) for each in found]).float()
-        if split:
-            torch.distributed.all_reduce(gradients, group=block_of(ranks))
-        return [outputs.detach(), gradients]
-
-    problems: list[str] = []
-    facts.ranks_per_row, is_proven = ranks, False
-    kept = ~case.has_tokens([0])[own]
-    try:
-        with case.undisturbed():
-            whole, (noisy, _) = run(case.tokens), run(case.tokens, noisy=True)
-            units = [spread(each) for each in whole]
-            explains = case.tolerance(Alone({}, float(apart(noisy, whole[0], units[0]).max()))).explains
-            split = run(case.tokens, split=True)
-            replaced, _ = run(case.with_replaced([0]), split=True)
-            leak = differences(replaced[kept], split[0][kept])
-            for what, found, expected, unit, lenience in zip(
-                ("outputs", "gradients"), split, [whole[0][own], whole[1]], units, (1, GRADIENT_LENIENCE), strict=True
-            ):
-                apart_by = apart(found, expected, unit)
-                if not explains(apart_by / lenience):
-                    problems.append(
-                        f"the {what} of tokens on several ranks differ by {float(apart_by.max()):.2g} standard "
-                        "deviations from those on one rank"
-                    )
-            if leak.any() and not (has_experts(runner.model) and explains(leak / units[0])):
-                problems.append("replacing a document changed the outputs of other documents on several ranks")
-        is_proven = not problems
-    finally:
-        if not is_proven:
-            facts.ranks_per_row = 1
-    where = f"{len(lengths)} random documents of {sum(lengths)} tokens in all, which were compared with one rank"
-    return proof_on_ranks(problems[0] if problems else "", leak, "training", where, lengths, runner.model)
 
 
 TREES = TreeSegments((13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10), (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1))

@@ -3,6 +3,7 @@
 If the proof fails, other runs find the module in which the difference begins.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
+from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import read_layout, roots
 from hf_packing.attention.model import embedding_of, without_ddp
-from hf_packing.attention.proof import Proof, on_any_rank, proof_on_ranks, prove
+from hf_packing.attention.proof import Proof, on_any_rank, prove
 from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH, Tolerance, apart, differences, has_experts, spread
@@ -28,6 +30,7 @@ from hf_packing.batch.segments import part_in
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, MAX_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import indices_in_ranges
+from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
@@ -102,19 +105,9 @@ def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-@torch.inference_mode(False)  # a model may be called with gradients
-def prove_on_part(model: nn.Module, batch: Mapping[str, Any], training: bool = True) -> Proof:
-    """Prove on a row that several ranks run together that replacing about half of its documents changes no others.
-
-    All ranks call this together, each with its part of the row.
-
-    Args:
-        model: a model that runs rows on several ranks, as a training loop calls it.
-        batch: this rank's part of a row with several documents.
-        training: whether to run the model in training mode.
-    """
-    runner, part = Runner(model, without_ddp(model)), part_in(batch)
-    assert part is not None
+def _prove_on_part(model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> Proof:
+    """Prove on a row that several ranks run together that replacing about half of its documents changes no others."""
+    runner = Runner(model, without_ddp(model))
     inputs, pieces, lengths = _inputs_of(runner, batch), part.pieces, part.layout.lengths.tolist()
     tokens, replaced = inputs["input_ids"], np.isin(pieces.document, _segments_to_replace(roots(lengths)))
     is_replaced = torch.from_numpy(np.repeat(replaced, pieces.length)).to(runner.device)
@@ -134,7 +127,19 @@ def prove_on_part(model: nn.Module, batch: Mapping[str, Any], training: bool = T
     problem = "replacing documents changed the outputs of other documents on several ranks" if is_leak else ""
     sizes = f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {sum(lengths):,} in all"
     where = f"{sizes}, in {mode} mode and {dtype}"
-    return proof_on_ranks(problem, leak, mode, where, lengths, runner.model)
+    return Proof(
+        problem=problem,
+        max_leak=float(leak.max()) if leak.numel() else 0.0,
+        max_gradient_leak=math.nan,
+        mode=mode,
+        where=where,
+        tokens=sum(lengths),
+        documents=len(lengths),
+        alone=(),
+        longest=max(lengths),
+        gradients=False,
+        kernel=kernel_of(runner.model),
+    )
 
 
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
@@ -220,9 +225,12 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
 
     Args:
         model: a model as a training loop calls it, patched or not, with or without wrappers.
-        batch: a packed batch, or one of trees, as PackingCollator makes it. Labels are ignored.
+        batch: a packed batch, one of trees, or a part of a row on several ranks, as a loader makes it. Labels are
+            ignored.
         training: whether to run the model in training mode.
     """
+    if part := part_in(batch):
+        return _prove_on_part(model, batch, part, training)
     case = BatchCase(model, batch, training)
     proof = prove(case)
     if on_any_rank(case.model, bool(proof.problem)):

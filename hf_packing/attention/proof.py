@@ -13,8 +13,6 @@
 A proof of a few short documents takes about ten forwards, that of a training batch six.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,26 +76,6 @@ class Proof:
             f"{self.where}; no document changes the logits{' or gradients' if self.gradients else ''} of another "
             f"(largest change {self.max_leak:.2g}){alone}{kernel}"
         )
-
-
-def proof_on_ranks(
-    problem: str, leak: Tensor, mode: str, where: str, lengths: Sequence[int], model: PreTrainedModel
-) -> Proof:
-    """Return the proof on a row that several ranks run together, in which no document ran alone. `leak` has the changes
-    of outputs that may not notice a replacement, perhaps of no token."""
-    return Proof(
-        problem=problem,
-        max_leak=float(leak.max()) if leak.numel() else 0.0,
-        max_gradient_leak=math.nan,
-        mode=mode,
-        where=where,
-        tokens=sum(lengths),
-        documents=len(lengths),
-        alone=(),
-        longest=max(lengths),
-        gradients=False,
-        kernel=kernel_of(model),
-    )
 
 
 def prove(case: Case) -> Proof:

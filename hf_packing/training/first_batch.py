@@ -15,60 +15,64 @@ from hf_packing.attention import (
     has_local_weights,
     inner_model,
     prove_on_batch,
-    prove_on_part,
-    prove_split_rows,
 )
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.training.losses import COUNTS, Batch, documents_in, part_of_row
 from hf_packing.training.ranks import on_all_ranks
 from hf_packing.training.step import StepCase, StepReport, prove_step
 
-_ISOLATION = "isolation: proven on "
-
 
 @dataclass
 class FirstBatchProof:
     """Proves isolation and the step on the first batch in training mode, and on the first batch in evaluation mode.
 
-    A batch counts if any rank has several documents in it or, of rows on several ranks, any row. Before any of these
-    rows runs, short random documents have to prove that the model takes them. The main process prints one line for each
-    proof, and `print` shows what was proven so far.
+    Isolation is proven on the first batch in which any rank has several documents or, of rows on several ranks, any
+    row. The main process prints one line for each proof, and `print` shows what was proven so far.
     """
 
     proofs: dict[str, Proof | StepReport] = field(default_factory=dict)
     """What was proven on the rank with the most documents, by what it is, as "isolation: proven on the first training
     batch"."""
 
-    def check(self, model: nn.Module, batch: Batch, mode: str) -> None:
-        """Prove isolation on a batch, unless it is proven for this mode; all ranks call this together.
+    def check(self, model: nn.Module, batch: Batch, mode: str, make: Callable[[str], StepCase]) -> None:
+        """Prove isolation and the step on a batch, unless they are proven for this mode; all ranks call this together.
+
+        The step of rows on several ranks is one of training, also in evaluation.
 
         Args:
             model: the model as it is trained, with the wrappers of accelerate.
             batch: a packed batch on the model's device.
             mode: "training" or "evaluation".
+            make: makes the case of a proof of the step in a mode.
 
         Raises:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
-            PackingError: the proof raised an error on another rank, of ranks that do not shard the model; or the batch
-                has lost which part of a row it is.
+            PackingError: the packed step is not the step that is made unpacked, raised on all ranks; or the batch has
+                lost which part of a row it is.
         """
-        prove, on = prove_on_batch, f"the first {mode} batch"
-        if part := part_of_row(batch):
-            ranks = part.layout.num_ranks
-            if check_patched(model).facts.ranks_per_row != ranks:
-                self._require(f"{ranks} ranks", model, partial(prove_split_rows, model, ranks))
-            prove, on = prove_on_part, f"{on} on {ranks} ranks"
-        if _ISOLATION + on in self.proofs:
-            return
-        whole = {name: values for name, values in batch.items() if name != COUNTS}  # of documents that begin in a part
-        if reduce((documents_in(whole) > 1).int(), reduction="sum"):
-            self._require(on, model, partial(prove, model, batch, training=mode == "training"))
+        part, facts = part_of_row(batch), check_patched(model).facts
+        if part is not None:
+            facts.ranks_per_row = part.layout.num_ranks
+        try:
+            self._check_isolation(model, batch, mode)
+            of_step = "training" if part else mode
+            self.check_step(of_step, partial(make, of_step))
+        except BaseException:
+            facts.ranks_per_row = 1
+            raise
 
-    def _require(self, on: str, model: nn.Module, prove: Callable[[], Proof]) -> None:
-        """Make a proof on all ranks, and note what it was proven on, or raise an error on all ranks."""
-        inner = inner_model(model)
+    def _check_isolation(self, model: nn.Module, batch: Batch, mode: str) -> None:
+        """Prove isolation on a batch, if a rank has several documents in it, or raise an error on all ranks."""
+        what, inner = f"isolation: proven on the first {mode} batch", inner_model(model)
+        whole = {name: values for name, values in batch.items() if name != COUNTS}  # of documents that begin in a part
+        if what in self.proofs or not reduce((documents_in(whole) > 1).int(), reduction="sum"):
+            return
+
+        def prove(_: object = None) -> Proof:
+            return prove_on_batch(model, batch, training=mode == "training")
+
         # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
-        proofs = gather_object([on_all_ranks(lambda _: prove()) if has_local_weights(inner) else prove()])
+        proofs = gather_object([on_all_ranks(prove) if has_local_weights(inner) else prove()])
         for rank, each in enumerate(proofs):
             if each.problem:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
@@ -77,7 +81,7 @@ class FirstBatchProof:
                     f"on {each.where}, {each.problem}. Short documents did not show this when the model was patched. "
                     "Change the module, or train the model on padded batches without hf_packing"
                 )
-        self._note(_ISOLATION + on, max(proofs, key=lambda each: each.documents))
+        self._note(what, max(proofs, key=lambda each: each.documents))
 
     def check_step(self, mode: str, make: Callable[[], StepCase]) -> None:
         """Prove the step of a case, unless it is proven for this mode; all ranks call this together.

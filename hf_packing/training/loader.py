@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -79,12 +78,8 @@ class LoopSteps:
             batches: the micro-batches.
             step: the number of optimizer steps before this one.
         """
-        if self.prove_on is not None:
-            model = prepared_model(self.accelerator, self.prove_on)
-            for batch in batches:
-                with self.accelerator.autocast():
-                    self.proof.check(model, batch, "training")
-                    self.proof.check_step("training", partial(self.step_case, model, batch))
+        for batch in batches:
+            self._prove_on(batch)
         longest = longest_segment(self.batching, step)
         batches = [with_segments_cut(batch, longest) for batch in batches]
         # accelerate averages gradients over processes and accumulated micro-batches: with this divisor, the average is
@@ -94,6 +89,12 @@ class LoopSteps:
         averaged_over = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         items = everywhere.to(exact_type(everywhere.device)) / averaged_over
         return [with_share(batch, self.loss, items, self.keep_labels) for batch in batches]
+
+    def _prove_on(self, batch: Batch) -> None:
+        if self.prove_on is not None:
+            model = prepared_model(self.accelerator, self.prove_on)
+            with self.accelerator.autocast():
+                self.proof.check(model, batch, "training", lambda _: self.step_case(model, batch))
 
 
 class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate has no types

@@ -124,10 +124,12 @@ class PackedTrainer(AttachedTrainer):
         trains = evaluation is None and num_items_in_batch is not None
         if state.prove == "first batch" or part_of_row(inputs):
             batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
-            mode = "training" if model.training else "evaluation"
-            state.first_batch_proof.check(model, batch, mode)
-            if state.prove == "first batch" and (mode == "training" or not part_of_row(inputs)):
-                state.first_batch_proof.check_step(mode, lambda: self.step_case(model, inputs, mode == "training"))
+            state.first_batch_proof.check(
+                model,
+                batch,
+                "training" if model.training else "evaluation",
+                lambda mode: self.step_case(model, inputs, mode == "training"),
+            )
         return self.packed_loss(model, inputs, return_outputs, num_items_in_batch, **named)
 
     def step_case(self, model: nn.Module, batch: Batch | None, training: bool = True) -> TrainerCase:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from accelerate import PartialState
 from model_inputs import CHAT, inputs_of
+from parts_of_rows import logits_of_part
 from processes import on_ranks
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import block_of, kernels, prove_split_rows
+from hf_packing.attention import block_of, kernels
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.flex import row_mask
 from hf_packing.attention.kernels import KERNELS, Call, VarlenKernel
@@ -267,22 +268,22 @@ def test_documents_on_several_ranks(name, is_causal, window, dim, value_dim):
         assert_close(kernel, row, how, (exact, half))
 
 
-def prove_on_one_card(folder, names):
-    """Two processes prove models on the one card that there may be, on which they cannot use NCCL."""
+def run_on_one_card(folder, names):
+    """Two processes run models on the one card that there may be, on which they cannot use NCCL."""
     os.environ["LOCAL_RANK"] = "0"
     state = PartialState(cpu=True)
     found = {}
     for name in names:
         model = tiny_model(name, "masked" if name == "bert" else "causal", torch.bfloat16).cuda()
         block_of(2)
-        proof = prove_split_rows(hfp.patch_model(model), 2)
-        found[name] = proof.problem, proof.kernel
+        one, other = logits_of_part(hfp.patch_model(model), 2)
+        found[name] = float((one - other).float().abs().max() / other.float().std()), kernels.kernel_of(model)
     (folder / f"{state.process_index}.json").write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "jamba", "bert"])
 def test_models_run_rows_on_several_ranks(name, tmp_path):
-    on_ranks(prove_on_one_card, tmp_path, [name], ranks=2)
-    problem, kernel = json.loads((tmp_path / "0.json").read_text())[name]
-    assert not problem
+    on_ranks(run_on_one_card, tmp_path, [name], ranks=2)
+    apart, kernel = json.loads((tmp_path / "0.json").read_text())[name]
+    assert apart < 0.25
     assert kernel

@@ -201,14 +201,8 @@ def measure_on_two_ranks(folder):
     block_of(RANKS)
     jobs = [("causal", "gpt2"), ("masked", "bart"), ("causal", "bloom")]
     found = [ranks_module.measure_on_ranks(*job) for job in jobs]
-    prove, exchange = ranks_module.prove_split_rows, TokenExchange.__call__
-
-    def prove_and_break(*given):
-        proof = prove(*given)
-        TokenExchange.__call__ = lambda self, tensor, axis: exchange(self, tensor.detach(), axis)
-        return proof
-
-    ranks_module.prove_split_rows = prove_and_break
+    exchange = TokenExchange.__call__
+    TokenExchange.__call__ = lambda self, tensor, axis: exchange(self, tensor.detach(), axis)
     found.append(ranks_module.measure_on_ranks("causal", "gpt2"))
     (folder / f"{PartialState().process_index}.json").write_text(json.dumps([asdict(each) for each in found]))
 

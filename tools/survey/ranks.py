@@ -32,7 +32,7 @@ from tools.internals import (
     block_of,
     logits_of,
     part_of,
-    prove_split_rows,
+    route_of,
 )
 from tools.survey.heads import EXACT
 from tools.survey.measure import EXACT as EXACT_IN_FLOAT32
@@ -144,16 +144,14 @@ def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
         return MeasuredRanks(kind, name, "not built", f"{type(error).__name__}: {error}")
     try:
         model, lengths = _patched(model)
-        proof = prove_split_rows(model, RANKS)
+        route = route_of(model)
+        assert route is not None
+        route.facts.ranks_per_row = RANKS
+        apart = [_apart(model, layout) for layout in layouts(lengths)]
+    except (ModelNotSupportedError, PackingError) as error:
+        return MeasuredRanks(kind, name, "refused", str(error))
     except Exception as error:  # a model may raise anything
-        if isinstance(error, (ModelNotSupportedError, PackingError)):
-            return MeasuredRanks(kind, name, "refused", str(error))
         return MeasuredRanks(kind, name, "WRONG", f"{type(error).__name__}: {error}")
-    problems: list[str | None] = [None] * RANKS
-    dist.all_gather_object(problems, proof.problem)
-    if any(problems):
-        return MeasuredRanks(kind, name, "refused", next(filter(None, problems)))
-    apart = [_apart(model, layout) for layout in layouts(lengths)]
     difference, gradient = (max(each) for each in zip(*apart, strict=True))
     in_float32 = model.dtype == torch.float32
     status: Status = "exact" if max(difference, gradient) <= (EXACT_IN_FLOAT32 if in_float32 else EXACT) else "WRONG"
