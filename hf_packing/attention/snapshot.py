@@ -194,9 +194,13 @@ class ObjectSnapshot:
         if isinstance(each, _COLLECTIONS):
             self._kept += [(each, _items(each))] if len(each) <= _HUGE else []
             return each.values() if isinstance(each, dict) else each
-        attributes, made_by = getattr(each, "__dict__", {}), str(getattr(each, "__module__", ""))
+        attributes = getattr(each, "__dict__", {})
+        # a decorated function may name the module of what it wraps
+        made_by = (
+            each.__globals__.get("__name__") if isinstance(each, FunctionType) else getattr(each, "__module__", "")
+        )
         is_shared = any(hasattr(type(value), name) for value in attributes.values() for name in _SHARED)
-        if is_shared or made_by.startswith(_THIS_PACKAGE):
+        if is_shared or str(made_by).startswith(_NOT_OF_USERS):
             return ()
         known.add(id(attributes))  # before they are found
         self._kept.append((attributes, _items(attributes)))
@@ -224,7 +228,9 @@ class ObjectSnapshot:
         return bool(changed)
 
 
-_THIS_PACKAGE = __package__.partition(".")[0] + "."
+_NOT_OF_USERS = (__package__.partition(".")[0] + ".", "torch._")
+"""The beginnings of the names of modules whose objects `ObjectSnapshot` leaves out: this package, and compilers, which
+keep what they have compiled."""
 
 
 def _names_in(code: CodeType) -> list[str]:

@@ -11,6 +11,7 @@ from model_state import state_of
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing
+from torch._dynamo.utils import counters
 from training_by_hand import batch_of
 
 import hf_packing as hfp
@@ -104,6 +105,10 @@ def test_a_compiled_model_is_proven_as_it_is_compiled():
     compiled = torch.compile(patched().train(), backend="aot_eager")
     proof = prove_on_batch(compiled, batch_with())
     assert (proof.problem, proof.gradients) == ("", True)
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile(patched(), backend="eager")(**batch_with())
+    assert counters["stats"]["unique_graphs"] == 1, "what torch knows of compiled code was restored, too"
     model, module = leaky("distance")
     compiled = torch.compile(hfp.patch_model(model), backend="aot_eager")
     assert module in prove_on_batch(compiled, batch_with()).problem
