@@ -50,7 +50,7 @@ class BatchCase(Case):
     """A training batch.
 
     All ranks that shard a model make the same calls, each on at most one batch: one on the batch as it is, one with
-    about half of the documents replaced, and four on documents alone. Of trees, segments without any below them are
+    about half of the documents replaced, and three on documents alone. Of trees, segments without any below them are
     replaced, and one document of each tree has gradients, since gradients at shared tokens are sums.
 
     Args:
@@ -240,44 +240,39 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
     return proof
 
 
-_ALWAYS_ALLOWED, _ALWAYS_ALLOWED_IN_HALF, _NOISE_FACTOR = 1e-4, 1e-2, 8
-"""Sums of magnitudes of a document in the batch and of the same document alone differ if their difference is larger
-than this share of them, and than this number times the effect of rounding."""
-
 _Records = dict[str, tuple[list[Tensor], list[Tensor]]]
 """By the name of a module, the sums of magnitudes of some tokens in each tensor of its input and of its output, float64
 [tokens]. Modules are in the order in which their first calls end."""
 
 
-def locate_leak(case: BatchCase) -> str:
-    """Return the class and name of the module in which a difference begins; empty if there is no such module.
+_ROUNDING, _ROUNDING_IN_HALF = 1e-3, 1e-1
+"""Sums of magnitudes of a document in the batch and of the same document alone differ by more than this share."""
 
-    The model runs again on the batch, with segments replaced, and on a document alone. The difference begins in the
-    first module whose output differs. If the input of this module differs, too, then the difference begins in the code
-    of the module that contains it. All ranks make the same calls.
+
+def locate_leak(case: BatchCase) -> str:
+    """Return the class and name of the first module whose output for kept tokens changes when documents are replaced
+    or, if there is none, whose output for a document is another one when the document is alone; empty if there is none.
+    If its input differs, too, then the difference begins in the code of the module that contains it.
+
+    All ranks make the same calls.
     """
-    model, document, (replaced,) = case.model, case.sample[0], case.replacements
+    document, (replaced,) = case.sample[0], case.replacements
     kept, own = torch.zeros(2, case.inputs["input_ids"].numel(), dtype=torch.bool, device=case.places.device)
     kept[case.places] = ~case.has_tokens(case.may_notice(replaced))
     own[case.places] = case.has_tokens(case.paths[document or 0])
     length = int(own.sum())
     with case.undisturbed(), case.runner.eagerly():
-        packed, changed, inside = (
-            _record(model, len(own), places, case.run, each)
+        before, after, inside = (
+            _record(case.model, len(own), places, case.run, each)
             for places, each in ((kept, ()), (kept, replaced), (own, ()))
         )
         with case.runner.unpatched():
-            alone, noisy = (
-                _record(model, length + -length % case.multiple, slice(length), case.run_alone, document, each)
-                for each in (False, True)
-            )
-    half = case.runner.dtype not in (torch.float32, torch.float64)
-    return _first_difference(model, packed, changed, changed, 0) or _first_difference(
-        model, inside, alone, noisy, _ALWAYS_ALLOWED_IN_HALF if half else _ALWAYS_ALLOWED
-    )
+            alone = _record(case.model, length + -length % case.multiple, slice(length), case.run_alone, document)
+    rounding = _ROUNDING if case.runner.dtype in (torch.float32, torch.float64) else _ROUNDING_IN_HALF
+    return _first_difference(case.model, before, after, 0) or _first_difference(case.model, inside, alone, rounding)
 
 
-def _record(model: nn.Module, tokens: int, places: Any, run: Callable[..., Any], *options: Any) -> _Records:
+def _record(model: nn.Module, tokens: int, places: Any, run: Callable[[Any], Any], option: Any) -> _Records:
     """Run a model, and return what is known of some places in the calls of modules on so many tokens. Several packed
     rows count as one long row."""
     records: _Records = {}
@@ -299,21 +294,20 @@ def _record(model: nn.Module, tokens: int, places: Any, run: Callable[..., Any],
     with ExitStack() as stack:
         for module in names:
             stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
-        run(*options)
+        run(option)
     return records
 
 
-def _first_difference(model: nn.Module, packed: _Records, exact: _Records, noisy: _Records, allowed: float) -> str:
-    """Return the module in which the records `packed` begin to differ from `exact` by more than a share `allowed` of
-    them, and by more than rounding explains, which is known from `noisy`."""
+def _first_difference(model: nn.Module, found: _Records, right: _Records, allowed: float) -> str:
+    """Return the module in which records begin to differ by more than a share `allowed` of them."""
 
     def differ(name: str, kind: int) -> bool:
         return any(
-            not (one - other).abs().max() <= max(allowed * other.mean(), _NOISE_FACTOR * (noise - other).abs().max())
-            for one, other, noise in zip(packed[name][kind], exact[name][kind], noisy[name][kind], strict=False)
+            not (one - other).abs().max() <= allowed * other.mean()
+            for one, other in zip(found[name][kind], right[name][kind], strict=False)
         )
 
-    for name in [each for each in packed if each in exact and each in noisy]:
+    for name in [each for each in found if each in right]:
         if differ(name, 1):
             if differ(name, 0):
                 name = name.rpartition(".")[0]

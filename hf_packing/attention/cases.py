@@ -38,7 +38,6 @@ from hf_packing.attention.tolerance import (
     apart,
     comparable,
     has_experts,
-    spread,
 )
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.batch.segments import LongestSegment, fill_up
@@ -76,8 +75,11 @@ class Alone:
 
     runs: dict[int, Run]
     """The run of each document; empty if documents cannot be compared."""
-    noise: float
-    """The largest change of an output by rounding, in standard deviations of all outputs."""
+    attention: str | None
+    """The attention function with which they ran; None for the model's own one."""
+    noise: float | None = None
+    """The largest change of an output by rounding, in standard deviations of all outputs; None until it is measured, and
+    0 if it cannot be."""
 
 
 _DUMMY_TOKENS = 8
@@ -141,7 +143,7 @@ class Case:
 
     def tolerance(self, *known: Alone) -> Tolerance:
         """Return the tolerance for a comparison with these documents alone or, by default, with all that are known."""
-        noise = max((each.noise for each in known or self.known), default=0.0)
+        noise = max((each.noise or 0.0 for each in known or self.known), default=0.0)
         return Tolerance(self.runner.dtype, has_experts(self.model), noise, self.profile)
 
     def undisturbed(self) -> AbstractContextManager[None]:
@@ -254,16 +256,18 @@ class Case:
         return found
 
     def alone(self, attention: str | None = None) -> Alone:
-        """Run documents alone on the model without its patch, with its own attention function or another one, and run
-        the longest one once more with rounding errors in its embeddings."""
+        """Run documents alone on the model without its patch, with its own attention function or another one."""
         with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients):
             runs = {document: self.run_alone(document) for document in self.sample}
-            longest = max(runs, key=lambda each: 0 if each is None else self.lengths[each])
-            noisy = self.run_alone(longest, noisy=True)
-        unit = spread(torch.cat([run.outputs[0] for run in runs.values()]))
-        noise = float(apart(noisy.outputs[0], runs[longest].outputs[0], unit).max())
-        found = {document: run for document, run in runs.items() if document is not None}
-        return Alone(found, noise if isfinite(noise) else 0.0)  # 0 if it cannot be measured
+        return Alone({document: run for document, run in runs.items() if document is not None}, attention)
+
+    def measure_noise(self, alone: Alone) -> None:
+        """Run the longest document that has run alone twice, the second time with rounding errors in its embeddings."""
+        longest = max(alone.runs, key=self.lengths.__getitem__, default=None)
+        with self.runner.unpatched(alone.attention), torch.set_grad_enabled(self.wants_gradients):
+            exact, noisy = (self.run_alone(longest, noisy=each).outputs[0] for each in (False, True))
+        noise = float(apart(noisy, exact).max())
+        alone.noise = noise if alone.runs and isfinite(noise) else 0.0
 
     def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""
@@ -460,7 +464,7 @@ class RowCase(Case):
             self.runner.seed = 0
             if not self.tolerance(found).explains(apart(other.outputs[0], found.runs[0].outputs[0])):
                 self.unproven = RANDOM
-                return Alone({}, found.noise)
+                return Alone({}, attention)
             if not found.runs[0].gradients:
                 self.unproven = (
                     "the model's gradients cannot be computed in training mode, so only logits were compared"

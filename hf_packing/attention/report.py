@@ -164,14 +164,18 @@ def check_isolation(
     except NoLanguageModelError:
         case = examined_padded_rows(case.runner, seed)
     except NotCallableError:  # it may be callable with what the collator makes
-        case.known = [Alone({}, noise=0.0)]
+        case.known = [Alone({}, None, noise=0.0)]
     return _check_rows(case)
 
 
 def _check_rows(case: RowCase) -> IsolationReport:
     """Run a case in both modes, without a comparison with documents alone, and return a report."""
     route = route_of(case.model)
-    case.known = [Alone({}, each.noise) for each in case.known]
+    with case.undisturbed():
+        for each in case.known:
+            if each.noise is None:
+                case.measure_noise(each)
+    case.known = [replace(each, runs={}) for each in case.known]
     case.wants_gradients = True
     try:
         proofs = [prove(case)]
