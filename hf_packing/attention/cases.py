@@ -78,8 +78,8 @@ class Alone:
     attention: str | None
     """The attention function with which they ran; None for the model's own one."""
     noise: float | None = None
-    """The largest change of an output by rounding, in standard deviations of all outputs; None until it is measured, and
-    0 if it cannot be."""
+    """The largest change of an output by rounding, in standard deviations of the outputs; None until it is measured,
+    and 0 if it cannot be."""
 
 
 _DUMMY_TOKENS = 8

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from changing_layers import Merging, Packing, Replacing
 from tiny_models import build
 from torch import nn
 from trainers import Gradients, documents, loader_of, trainer_of
@@ -19,78 +20,6 @@ import hf_packing as hfp
 from hf_packing.attention.snapshot import WeightSnapshot, in_mode
 
 ROWS = [row[:12] for row in documents(6)["input_ids"]]
-
-
-class Merging(nn.Linear):
-    """Like loralib's layer: in evaluation mode, the weight contains the adapter, which then gets no gradient."""
-
-    changes = 0
-
-    def __init__(self, layer, is_inert):
-        super().__init__(layer.in_features, layer.out_features, bias=False)
-        self.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
-        self.down, self.up = (
-            nn.Parameter(torch.randn(4, self.in_features)),
-            nn.Parameter(torch.randn(len(self.weight), 4)),
-        )
-        self.is_inert, self.merged = is_inert, False
-
-    def train(self, mode=True):
-        super().train(mode)
-        if self.merged == mode and not self.is_inert:
-            self.weight.data += (self.up @ self.down).detach() * (-0.1 if mode else 0.1)
-            self.merged, Merging.changes = not mode, Merging.changes + 1
-        return self
-
-    def forward(self, inputs):
-        outputs = nn.functional.linear(inputs, self.weight)
-        return outputs if self.merged else outputs + inputs @ self.down.T @ self.up.T * 0.1
-
-
-class Replacing(Merging):
-    """Gives the weight other data, and itself another parameter for the adapter."""
-
-    def train(self, mode=True):
-        nn.Linear.train(self, mode)
-        if self.merged == mode and not self.is_inert:
-            self.weight.data = self.weight.data + (self.up @ self.down).detach() * (-0.1 if mode else 0.1)
-            self.up = nn.Parameter(self.up.detach().clone())
-            self.merged, Merging.changes = not mode, Merging.changes + 1
-        return self
-
-
-class Scales:
-    def __init__(self, rows):
-        self.each, self.parts = torch.ones(rows), SimpleNamespace(offset=torch.zeros(1), name="scales")
-
-
-class Packing(Merging):
-    """Like 4-bit layers of bitsandbytes on a CPU: a forward in evaluation mode packs the weight, for good, in a format
-    that has no gradients."""
-
-    def __init__(self, layer, is_inert):
-        super().__init__(layer, is_inert)
-        self.weight.scales = Scales(len(self.weight))
-        self.state = SimpleNamespace(calls=0, seen=[])
-
-    def train(self, mode=True):
-        return nn.Linear.train(self, mode)
-
-    def forward(self, inputs):
-        scales = self.weight.scales
-        if not (self.training or inputs.requires_grad or hasattr(scales, "packed") or self.is_inert):
-            self.weight.data, scales.each = self.weight.data.t().contiguous(), scales.each[None]
-            scales.packed, self.weight.is_packed = True, True
-            del scales.parts
-            self.state.calls += 1
-            self.state.seen.append(1)
-            Merging.changes += 1
-        if hasattr(scales, "packed"):
-            return (
-                inputs.detach() @ (self.weight.data * scales.each) + (inputs @ self.down.T @ self.up.T * 0.1).detach()
-            )
-        weight = self.weight * scales.each[:, None] + scales.parts.offset
-        return nn.functional.linear(inputs, weight) + inputs @ self.down.T @ self.up.T * 0.1
 
 
 def model_with(kind, is_inert=False):

@@ -11,11 +11,23 @@ import datasets
 import peft
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from changing_layers import (
+    DelayedScaling,
+    EightBit,
+    FourBit,
+    Merging,
+    Packing,
+    Replacing,
+    ScaleOfBatch,
+    Subclass,
+)
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainers import logged, tokenizer, trainer_of
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback
 from trl import SFTTrainer
@@ -244,6 +256,73 @@ def compiled(folder):
     return trainer_of(folder, model=model)
 
 
+def with_layers(kind, **settings):
+    """Trainers of models in which some linear layers are of another kind."""
+
+    def make(folder):
+        torch.manual_seed(0)
+        model = build("Llama", num_hidden_layers=2)
+        for layer in model.model.layers:
+            layer.self_attn.v_proj = kind(layer.self_attn.v_proj, **settings)
+            layer.mlp.up_proj = kind(layer.mlp.up_proj, **settings)
+        return trainer_of(folder, model=model)
+
+    return make
+
+
+def spectral(layer):
+    """Each forward in training mode takes a step of a power iteration, which changes the weight."""
+    return nn.utils.parametrizations.spectral_norm(layer)
+
+
+def hooked(folder):
+    """Hooks of accelerate, as for weights that are moved to the device before a module runs, and back after it."""
+
+    class Moves(ModelHook):
+        def pre_forward(self, module, *args, **named):
+            self.kept = {name: each.data for name, each in module.named_parameters(recurse=False)}
+            for each in module.parameters(recurse=False):
+                each.data = each.data.clone()
+            return args, named
+
+        def post_forward(self, _, output):
+            self.calls = getattr(self, "calls", 0) + 1
+            return output
+
+    model = build("Llama", num_hidden_layers=1)
+    for module in (model.model.layers[0].mlp.up_proj, model.model.layers[0].self_attn.q_proj):
+        add_hook_to_module(module, Moves())
+    return trainer_of(folder, model=model)
+
+
+def averaged(folder):
+    """A loss against a moving average of the model, which a callback holds and updates."""
+
+    class Averages(TrainerCallback):
+        def on_train_begin(self, *_, model, **__):
+            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+        def on_step_end(self, *_, model, **__):
+            self.average.update_parameters(model)
+
+    return trainer_of(folder, model=build("Llama", num_hidden_layers=1), callbacks=[Averages()])
+
+
+def weight_decayed(folder):
+    """Weights that parametrizations compute from others."""
+    model = build("Llama", num_hidden_layers=1)
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    return trainer_of(folder, model=model)
+
+
+def frozen_in_evaluation_mode(folder):
+    """A part of the model never trains, and stays in evaluation mode whatever the trainer does."""
+    model = build("Llama", num_hidden_layers=2)
+    model.model.layers[0].eval().requires_grad_(False)
+    model.model.layers[0].train = lambda _: model.model.layers[0]
+    return trainer_of(folder, model=model)
+
+
 def of(kind=Trainer, **settings):
     return lambda folder: trainer_of(folder, kind, **{"model": build("Llama", num_hidden_layers=1), **settings})
 
@@ -311,6 +390,16 @@ RIGHT = {
     "BOFT": with_adapter(peft.BOFTConfig(boft_block_size=4, **TARGETS)),
     "bone": with_adapter(peft.MissConfig(r=4, **TARGETS)),
     "FourierFT": with_adapter(peft.FourierFTConfig(n_frequency=8, **TARGETS)),
+    "layers that merge": with_layers(Merging, is_inert=False),
+    "layers that get other data": with_layers(Replacing, is_inert=False),
+    "4 bit, packed in evaluation": with_layers(Packing, is_inert=False),
+    "4 bit in buffers": with_layers(FourBit),
+    "8 bit with a state": with_layers(EightBit),
+    "weights of a class of their own": with_layers(Subclass),
+    "weight norm": weight_decayed,
+    "moved weights": hooked,
+    "a moving average": averaged,
+    "frozen in evaluation mode": frozen_in_evaluation_mode,
     "layer norms": with_adapter(peft.LNTuningConfig(task_type="CAUSAL_LM")),
 }
 
@@ -328,6 +417,12 @@ FOUND = {
     "teacher of a class": lambda folder: frozen_copy(folder, teacher_of_class),
     "teacher of a callback": lambda folder: frozen_copy(folder, teacher_of_callback),
     "NEFTune": of(neftune_noise_alpha=5.0),
+}
+
+NOT_ISOLATED = {
+    "delayed scaling": (with_layers(DelayedScaling), "other documents by up to .*begins in DelayedScaling"),
+    "one scale for a call": (with_layers(ScaleOfBatch), f"{DIFFERS}.*a sum over documents with other weights"),
+    "spectral norm": (with_layers(spectral), "depends on earlier batches"),
 }
 
 
@@ -365,6 +460,21 @@ def test_what_differs_is_found(name, tmp_path):
     assert trainer.state.global_step == 0
     assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
     assert all(each.grad is None for each in trainer.model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOT_ISOLATED)
+def test_what_documents_share_is_refused(name, tmp_path):
+    make, reason = NOT_ISOLATED[name]
+    trainer = make(tmp_path)
+
+    def train():
+        hfp.attach(trainer, BUDGET)
+        trainer.train()
+
+    with pytest.raises(hfp.PackingError, match=reason):
+        train()
+    assert trainer.state.global_step == 0
 
 
 def test_an_adapter_that_reads_the_row_runs_by_segment(tmp_path):
