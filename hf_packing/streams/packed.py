@@ -150,7 +150,7 @@ class StreamPacking:
                 labels.check_some_left("strategy", self.strategy)
         age = np.concatenate([np.frombuffer(window["age"], np.int8), np.zeros(new.num_rows, np.int8)])
         if not reader.ended:
-            plan, waits = choose_waiting(planned, age, size)
+            waits = choose_waiting(planned, age, size)
         made = plan.take_packs(self.order(plan, np.flatnonzero(~waits), counts["packs"]))
         counts.update(
             documents=new.num_rows,
