@@ -166,39 +166,19 @@ def _zigzag(ranks: list[int], length: int) -> list[tuple[int, int, int]]:
     """
     chunks = 2 * len(ranks)
     size, longer = divmod(length, chunks)  # the first chunks have a token more
-    cuts = [chunk * size + min(chunk, longer) for chunk in range(chunks + 1)]
-    *outer, last = range(len(ranks))
-    slices = [(ranks[chunk], cuts[chunk], cuts[chunk + 1]) for chunk in outer]
-    slices += [(ranks[chunk], cuts[-2 - chunk], cuts[-1 - chunk]) for chunk in outer]
-    return [*slices, (ranks[last], cuts[last], cuts[last + 2])]
+    cuts = [chunk * size + min(chunk, longer) for chunk in range(chunks + 1) if chunk != len(ranks)]
+    there_and_back = [*ranks, *reversed(ranks[:-1])]
+    return list(zip(there_and_back, cuts, cuts[1:], strict=False))
 
 
 def _in_free_space(room: list[int], length: int) -> list[tuple[int, int, int]]:
     """Cut a document into slices that fill the ranks with the most room, and return (rank, start, end)."""
     slices, start = [], 0
     for rank in sorted(range(len(room)), key=lambda rank: -room[rank]):
-        if start < length:
-            end = min(length, start + room[rank])
-            slices.append((rank, start, end))
-            start = end
-    return slices
-
-
-def join_layouts(layouts: Sequence[RankLayout]) -> RankLayout:
-    """Return the layouts of several rows as one, with their documents and ranks numbered one row after the other."""
-    documents = offsets_of([len(layout.lengths) for layout in layouts])
-    ranks = offsets_of([layout.num_ranks for layout in layouts])
-    pieces = [len(layout.rank) for layout in layouts]
-    return RankLayout(
-        lengths=np.concatenate([layout.lengths for layout in layouts]),
-        pieces=Pieces(
-            np.concatenate([layout.pieces.document for layout in layouts]) + np.repeat(documents[:-1], pieces),
-            np.concatenate([layout.pieces.start for layout in layouts]),
-            np.concatenate([layout.pieces.length for layout in layouts]),
-        ),
-        rank=np.concatenate([layout.rank for layout in layouts]) + np.repeat(ranks[:-1], pieces),
-        num_ranks=int(ranks[-1]),
-    )
+        end = min(length, start + room[rank])
+        slices.append((rank, start, end))
+        start = end
+    return [each for each in slices if each[1] < each[2]]
 
 
 @dataclass(frozen=True)
@@ -261,7 +241,7 @@ def plan_exchange(
     """Plan which tokens the ranks of a block send each other, for layers that let a token attend to others.
 
     Args:
-        layout: the layout of a row, or of several joined ones.
+        layout: the layout of a row.
         is_causal: whether a token attends to no later token.
         window: a token only attends to tokens that are fewer than `window` places away; None for no limit.
         chunk: documents are cut into chunks of `chunk` tokens, and a token only attends to its own; None for no chunks.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packing.planning.lengths import offsets_of
-from hf_packing.planning.rank_layout import join_layouts, lay_out, plan_exchange
+from hf_packing.planning.rank_layout import lay_out, plan_exchange
 
 
 @st.composite
@@ -193,16 +193,3 @@ def test_only_tokens_in_the_window_are_sent():
     received = plan_exchange(layout, window=4096).received
     assert received.tolist() == [4095] + [2 * 4095] * 6 + [4095]
     assert plan_exchange(layout).received.sum() == 0.75 * 7 * 131_072
-
-
-@given(several=st.lists(rows(), min_size=1, max_size=4), **LIMITS)
-def test_joined_rows_are_exchanged_as_each_alone(several, is_causal, window, chunk):
-    layouts = [lay_out(*row) for row in several]
-    joined = join_layouts(layouts)
-    limits = {"is_causal": is_causal, "window": window, "chunk": chunk}
-    alone = [plan_exchange(layout, **limits) for layout in layouts]
-    assert plan_exchange(joined, **limits).received.tolist() == [n for each in alone for n in each.received.tolist()]
-    assert joined.tokens.tolist() == [n for layout in layouts for n in layout.tokens.tolist()]
-    assert joined.num_split == sum(layout.num_split for layout in layouts)
-    places = np.concatenate([joined.places(rank) for rank in range(joined.num_ranks)])
-    assert np.array_equal(np.sort(places), np.arange(joined.lengths.sum()))
