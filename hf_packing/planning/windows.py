@@ -8,8 +8,8 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 
-MOST_WINDOWS = 4
-"""A document waits for at most this many windows."""
+MOST_WINDOWS = 32
+"""A document waits for at most this many windows. After fewer, rows of many short documents would be less full."""
 
 _DOCUMENTS_PER_PACK = 16
 """A window has at least this many documents for each of its packs, since few documents leave padding."""

@@ -1,7 +1,7 @@
 """Pack a stream window by window: read documents, plan them, and yield rows with the place at which to go on.
 
 A window has `window_packs` packs, or more if these have few documents. The emptiest packs of a window are not made:
-their documents wait for the next window, at most four times. The rows depend only on the documents in their order, the
+their documents wait for the next window, at most 32 times. The rows depend only on the documents in their order, the
 strategy and `window_packs`. The place in the stream is the start of the window and the number of rows that are out: a
 resumed stream reads and plans its window again, and passes over the rows that are out.
 """
