@@ -83,9 +83,6 @@ class OpenPacks:
     def fill_best_fit(self, length: int, left: int) -> int:
         """Put segments of `length` tokens into the fullest open packs in which they fit.
 
-        This method is the inner loop of best-fit decreasing, and calls no other: a window of a stream has few segments
-        of each length, so calls would take most of the time.
-
         Args:
             length: the length of the segments, in tokens; not longer than those that packs have already.
             left: number of segments.
@@ -93,24 +90,13 @@ class OpenPacks:
         Returns:
             The number of segments that fit into no open pack.
         """
-        intervals, rooms, limit = self._intervals, self._rooms, self.limit
-        while left and (fitting := rooms >> length):
+        while left and (fitting := self._rooms >> length):
             room = length + (fitting & -fitting).bit_length() - 1
-            with_room = intervals[room]
-            first_pack, packs, documents = with_room.pop()
-            copies = 1 if left == 1 else min(room // length, limit - documents, left)
-            taken = 1 if left == copies else min(left // copies, packs)
-            if taken < packs:
-                with_room.append((first_pack + taken, packs - taken, documents))
-            elif not with_room:
-                rooms ^= 1 << room
-            self.runs.append((length, first_pack, taken, copies))
-            left -= taken * copies
-            room, documents = room - copies * length, documents + copies
-            if room and documents < limit:
-                intervals.setdefault(room, []).append((first_pack, taken, documents))
-                rooms |= 1 << room
-        self._rooms = rooms
+            *_, (_, _, documents) = self._intervals[room]
+            copies = min(room // length, self.limit - documents, left)
+            interval = self.take(room, left // copies)
+            self.fill(interval, room, length, copies)
+            left -= interval[1] * copies
         return left
 
     def patterns(self) -> Patterns:
