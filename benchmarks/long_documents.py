@@ -80,7 +80,7 @@ def measure(rows: list[np.ndarray], ranks: int, lay_out: Layout) -> dict[str, fl
     layouts = [lay_out(row) for row in rows]
     work = np.concatenate([LINEAR_COST * layout.tokens + layout.attention_cost for layout in layouts])
     work = work.reshape(-1, ranks)
-    received = sum(plan_exchange(layout).received.sum() for layout in layouts)
+    received = sum(plan_exchange(layout).num_received for layout in layouts)
     return {
         "utilization": work.mean() / work.max(axis=1).mean(),
         "kilobytes": received * SENT_BYTES / sum(map(sum, rows)) / 1000,

@@ -70,7 +70,7 @@ def off_of_rows(mixed: datasets.IterableDataset, streams: int, tokens: int) -> f
     """Return how far shares are off when so many tokens are in the rows that have come out."""
     packed: Any = hfp.pack(mixed, hfp.BestFit(ROW), streams=streams)
     turns = islice(packed._ex_iterable.turns(), tokens // ROW)
-    counts = [counts_of(turn.row.table.column("input_ids")) for turn in turns if turn.row is not None]
+    counts = [counts_of(turn.row.column("input_ids")) for turn in turns if turn.row is not None]
     return off(np.sum(counts, axis=0))
 
 

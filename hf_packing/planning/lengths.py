@@ -93,6 +93,19 @@ def join_rows(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.ND
     return values, np.array([*map(len, arrays)], np.int64)
 
 
+def sums_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
+    """Return the sum of the values of each group, int64 [groups]. The sums are exact, other than those of np.bincount.
+
+    Args:
+        group: integers [values]: the group of each value.
+        values: integers [values].
+        groups: number of groups.
+    """
+    total = np.zeros(groups, dtype=np.int64)
+    np.add.at(total, group, values)
+    return total
+
+
 def sums_of(values: IntArray, offsets: IntArray) -> IntArray:
     """Return the sum of the values offsets[i]:offsets[i + 1] for each i, int64 [len(offsets) - 1]."""
     return np.diff(offsets_of(values)[offsets])

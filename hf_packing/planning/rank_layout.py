@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, sums_by
 
 LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
@@ -68,7 +67,7 @@ class RankLayout:
         return indices_in_ranges(offsets_of(self.lengths)[own.document] + own.start, own.length)
 
     def _sum_on_ranks(self, of_piece: IntArray) -> IntArray:
-        return _sum_by(self.rank, of_piece, self.num_ranks)
+        return sums_by(self.rank, of_piece, self.num_ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,23 +215,11 @@ class Exchange:
     """int64 [spans]: the rank that holds each span."""
     receiver: IntArray
     """int64 [spans]: the rank that needs each span; the sender itself for its own tokens."""
-    num_ranks: int
 
     @property
-    def received(self) -> IntArray:
-        """int64 [ranks]: the number of tokens that each rank gets from others."""
-        return _sum_by(self.receiver, self._sent, self.num_ranks)
-
-    @property
-    def sent(self) -> IntArray:
-        """int64 [ranks, ranks]: the number of tokens that each rank (row) sends each other one (column)."""
-        pair = self.sender * self.num_ranks + self.receiver
-        return _sum_by(pair, self._sent, self.num_ranks**2).reshape(self.num_ranks, self.num_ranks)
-
-    @property
-    def _sent(self) -> IntArray:
-        sent: IntArray = self.spans.length * (self.sender != self.receiver)
-        return sent
+    def num_received(self) -> int:
+        """Number of tokens that ranks get from others."""
+        return int(self.spans.length[self.sender != self.receiver].sum())
 
 
 def plan_exchange(
@@ -248,10 +235,9 @@ def plan_exchange(
 
     Example:
         >>> exchange = plan_exchange(lay_out([16], ranks=2, max_tokens=8))
-        >>> exchange.sent.tolist()  # the last 4 tokens are on rank 0, and attend to the 8 tokens of rank 1
-        [[0, 4], [8, 0]]
-        >>> plan_exchange(lay_out([16], ranks=2, max_tokens=8), window=3).sent.tolist()
-        [[0, 2], [2, 0]]
+        >>> spans = zip(exchange.sender.tolist(), exchange.receiver.tolist(), exchange.spans.length.tolist())
+        >>> [*spans]  # the last 4 tokens are on rank 0, and attend to the 8 tokens of rank 1
+        [(0, 0, 4), (1, 0, 8), (0, 0, 4), (0, 1, 4), (1, 1, 8)]
     """
     pieces, documents = layout.pieces, offsets_of(layout.lengths)
     seen = _seen_by(pieces, layout.lengths[pieces.document], is_causal, window, chunk)
@@ -278,7 +264,6 @@ def plan_exchange(
         spans=Pieces(document, start - documents[document], length),
         sender=layout.rank[by_place][part],
         receiver=np.repeat(layout.rank[begins], held),
-        num_ranks=layout.num_ranks,
     )
 
 
@@ -293,10 +278,3 @@ def _seen_by(pieces: Pieces, lengths: IntArray, is_causal: bool, window: int | N
         first = np.maximum(first, begin - window + 1)
         last = np.minimum(last, end + window - 1)
     return Pieces(pieces.document, first, last - first)
-
-
-def _sum_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
-    """Return the sum of the integers of each group, int64 [groups]."""
-    total = np.zeros(groups, dtype=np.int64)
-    np.add.at(total, group, values)
-    return total

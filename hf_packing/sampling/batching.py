@@ -25,7 +25,7 @@ from hf_packing.checks import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import BoolArray, IntArray, Pieces, sums_of
-from hf_packing.planning.permutation import derive_key
+from hf_packing.planning.permutation import derive_seed
 from hf_packing.sampling.sizes import RowSizes
 
 SampledRow = tuple[int, bool]
@@ -287,7 +287,7 @@ class Batching(ShowsAlignment, ABC):
 
     def epoch_seed(self, epoch: Epoch) -> int:
         """Return the seed of an epoch, derived from the batching's seed and the epoch's number."""
-        return int(derive_key(self.seed, f"epoch {epoch.number}")) >> 1
+        return derive_seed(self.seed, f"epoch {epoch.number}")
 
 
 def check_batching(batching: Any) -> Batching:

@@ -244,7 +244,7 @@ class RankBatchSampler:
             np.concatenate([getattr(layout, name) for layout in layouts]) for name in ("tokens", "attention_cost")
         )
         is_own = np.repeat(~plan.is_copy[plan.offsets[:-1]], plan.ranks_per_block)  # a copy is alone in a micro-batch
-        received = sum(int(plan_exchange(layout).received.sum()) for layout in layouts)
+        received = sum(plan_exchange(layout).num_received for layout in layouts)
 
         def utilization(of_rank: npt.NDArray[Any]) -> float:
             by_turn = (-1, plan.world_size)

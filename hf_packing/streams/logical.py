@@ -25,7 +25,7 @@ from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
-from hf_packing.streams.packed import Row, StreamPacking, Window, table_of
+from hf_packing.streams.packed import StreamPacking, Window
 from hf_packing.streams.reader import Share, equal_shares, open_source, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
@@ -44,16 +44,15 @@ class Turn(NamedTuple):
 
     stream: int
     """The number of the logical stream."""
-    row: Row | None
-    """The row of the turn; None if the logical stream has ended."""
+    row: pa.Table | None
+    """The row of the turn, as a table of one; None if the logical stream has ended."""
     position: Position
     """How far the logical stream has come with this turn."""
 
     def values(self, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
         """Return the row's values in some columns, integers [tokens] or [segments]."""
         assert self.row is not None
-        table = self.row.table
-        return {name: table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
+        return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
 
 
 class PackedExamples(StatefulExamples):
@@ -104,7 +103,7 @@ class PackedExamples(StatefulExamples):
         turns, at_once = self.turns(), 1 if one_row else _ROWS_AT_ONCE
         while taken := list(islice(turns, at_once)):
             if rows := [turn.row for turn in taken if turn.row is not None]:
-                yield table_of(rows)
+                yield pa.concat_tables(rows).combine_chunks()  # each piece of a column would take time
 
     def turns(self) -> Iterator[Turn]:
         """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
@@ -144,7 +143,7 @@ class PackedExamples(StatefulExamples):
 
     def _rows(
         self, stream: int, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[Row | None, Window, int]]:
+    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
         """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
         if not self.streams:
             return self.packing.rows(self.ex_iterable, None, window, rows_out)

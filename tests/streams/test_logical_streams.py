@@ -51,7 +51,7 @@ def test_shares_are_equal_and_have_every_part_once(sizes, shares):
 def turns_of(packed, rank=0, ranks=1):
     """The turns of the logical streams of a rank: (number of the stream, row or None)."""
     examples = packed._ex_iterable.shard_data_sources(ranks, rank, contiguous=False)
-    return [(turn.stream, None if turn.row is None else turn.row.table.to_pylist()[0]) for turn in examples.turns()]
+    return [(turn.stream, None if turn.row is None else turn.row.to_pylist()[0]) for turn in examples.turns()]
 
 
 def in_turn(turns_of_ranks, streams):
