@@ -116,8 +116,6 @@ def lay_out(
     row = np.asarray(lengths, dtype=np.int64)
     assert row.min() > 0
     assert row.sum() <= ranks * max_tokens
-    if ranks == 1:
-        return RankLayout(row, Pieces.whole(row), np.zeros(len(row), np.int64), 1)
     for share in _SHARES:
         pieces, work = _place(row, ranks, max_tokens, linear_cost, share)
         if sum(work) >= _EVEN * ranks * max(work):

@@ -16,7 +16,7 @@ from hf_packing.checks import (
     set_fields,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
+from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
 from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, keep_rows
@@ -149,8 +149,9 @@ class TokenBudget(Batching):
         if self.linear_cost is not None:
             accepted = f"a number from 0 to {_MOST_LINEAR:g}, or None"
             set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, accepted))
-        if self.length_schedule is not None:
-            check_schedule(self.length_schedule)
+        schedule: object = self.length_schedule
+        if not isinstance(schedule, LengthSchedule | None):
+            raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {schedule!r}")
         for name in ("share_prefixes", "length_schedule"):
             if value := getattr(self, name):
                 refuse_alignment(self, f"with {name}={value!r}")
