@@ -36,7 +36,7 @@ Position = tuple[int, Window | None, int]
 """The progress of a logical stream: the number of its turns so far, the start of its window (None if it has not begun),
 and the number of rows of the window that are out."""
 
-_START: Position = (0, None, 0)
+START: Position = (0, None, 0)
 
 
 class Turn(NamedTuple):
@@ -100,19 +100,8 @@ class PackedExamples(StatefulExamples):
         return len(self.owned) if self.streams else upstream.num_shards(self.ex_iterable)
 
     def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        turns, at_once = self.turns(), 1 if one_row else _ROWS_AT_ONCE
-        while taken := list(islice(turns, at_once)):
-            if rows := [turn.row for turn in taken if turn.row is not None]:
-                yield pa.concat_tables(rows).combine_chunks()  # each piece of a column would take time
-
-    def turns(self) -> Iterator[Turn]:
-        """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
-
-        Raises:
-            PackingError: the state is of other logical streams, or of other files.
-        """
         made_from = self.made_from()
-        positions = self.progress(made_from) or dict.fromkeys(self.owned, _START)
+        positions = self.progress(self._state_dict, made_from) or dict.fromkeys(self.owned, START)
         if missing := sorted(set(self.owned) - positions.keys()):
             raise PackingError(
                 f"state_dict: expected the states of the logical streams {self.owned}, got a state without "
@@ -121,6 +110,17 @@ class PackedExamples(StatefulExamples):
             )
         positions = {stream: positions[stream] for stream in self.owned}
         self._state_dict[STATE] = (*made_from, positions)
+        turns, at_once = self.turns(positions), 1 if one_row else _ROWS_AT_ONCE
+        while taken := list(islice(turns, at_once)):
+            if rows := [turn.row for turn in taken if turn.row is not None]:
+                yield pa.concat_tables(rows).combine_chunks()  # each piece of a column would take time
+
+    def turns(self, positions: dict[int, Any]) -> Iterator[Turn]:
+        """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
+
+        Args:
+            positions: how far each of the owned logical streams has come; updated with every turn.
+        """
         shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams) if self.streams else [None]
         rows = {stream: self._rows(stream, shares[stream], *at) for stream, (_, *at) in positions.items()}
         turn, left = min((turns for turns, *_ in positions.values()), default=0), set(rows)
@@ -156,7 +156,7 @@ class PackedExamples(StatefulExamples):
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
         if not positions:  # the state is of an epoch that has not begun, which any stream may read
             return {STATE: None}
-        at = {stream: positions.get(stream, _START) for stream in range(self.streams)}
+        at = {stream: positions.get(stream, START) for stream in range(self.streams)}
         return {STATE: (*self.made_from(), at)}
 
     def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
@@ -165,9 +165,7 @@ class PackedExamples(StatefulExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        examples = self.changed()
-        examples.load_state_dict(state)
-        saved = examples.progress(self.made_from()) or {}
+        saved = self.progress(state, self.made_from()) or {}
         return {stream: position for stream, position in saved.items() if position[0]}
 
 

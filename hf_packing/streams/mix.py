@@ -207,7 +207,7 @@ class MixedExamples(StatefulExamples):
 
     def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
         made_from = self.made_from()
-        places, rows_out = self.progress(made_from) or ([(START,)] * len(self.shares), 0)
+        places, rows_out = self.progress(self._state_dict, made_from) or ([(START,)] * len(self.shares), 0)
         sources = [self._open(number, *place) for number, place in enumerate(places)]
         while active := self._active(sources):
             begin = [source.place for source in sources]
