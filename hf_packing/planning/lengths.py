@@ -15,7 +15,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 _MAX_TOKENS = 2**63
 _MAX_PIECES = 2**40
-_COUNTED_AT_ONCE = 1 << 22
 _DENSE_LENGTHS = 1 << 22
 """If all lengths are below this value, counting lengths in an array is cheaper than sorting them."""
 
@@ -122,9 +121,9 @@ def indices_in_ranges(begin: IntArray | int, length: IntArray) -> IntArray:
         >>> indices_in_ranges(np.array([5, 0]), np.array([2, 3])).tolist()
         [5, 6, 0, 1, 2]
     """
-    end = np.cumsum(length, dtype=np.int64)
-    total = int(end[-1]) if len(end) else 0
-    return np.arange(total) + np.repeat(begin - (end - length), length)
+    offsets = offsets_of(length)
+    indices: IntArray = np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], length)
+    return indices
 
 
 def indices_in_groups(offsets: IntArray, groups: IntArray) -> tuple[IntArray, IntArray]:
@@ -170,10 +169,7 @@ def count_lengths(lengths: IntArray) -> LengthCounts:
     if lengths.max(initial=0) >= _DENSE_LENGTHS:
         length, documents = np.unique(lengths, return_counts=True)
         return LengthCounts(length.astype(np.int64), documents.astype(np.int64))
-    counts = np.zeros(int(lengths.max(initial=0)) + 1, dtype=np.int64)
-    for begin in range(0, len(lengths), _COUNTED_AT_ONCE):
-        counts += np.bincount(lengths[begin : begin + _COUNTED_AT_ONCE], minlength=len(counts))
-    return counts_of_histogram(counts)
+    return counts_of_histogram(np.bincount(lengths))
 
 
 def counts_of_histogram(counts: IntArray) -> LengthCounts:

@@ -151,9 +151,8 @@ class Cuts:
     @cached_property
     def piece_start(self) -> IntArray:
         """The index in the document of the first token of each piece, int64 [pieces]."""
-        begin = np.cumsum(self.piece_length, dtype=np.int64) - self.piece_length
-        first = np.append(begin, 0)[self.piece_offsets[:-1]]
-        start: IntArray = begin - np.repeat(first, self.pieces_each)
+        begin = offsets_of(self.piece_length)
+        start: IntArray = begin[:-1] - np.repeat(begin[self.piece_offsets[:-1]], self.pieces_each)
         return start
 
     def counts(self) -> IntArray:
