@@ -270,21 +270,16 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
     Raises:
         PackingError: `overflow` is "error" and a document is too long, or there are more than 2**40 pieces.
     """
-    documents = len(lengths)
-    numbers = np.arange(documents, dtype=smallest_index_type(documents))
-    longest = int(lengths.max(initial=0))
-    if longest > capacity:
-        check_fitting(lengths, capacity, overflow)
-        if overflow == "split":
-            chunks = -(-lengths.astype(np.int64) // capacity)
-            check_num_pieces(float(chunks.sum()), capacity)
-            document = np.repeat(numbers, chunks)
-            start = indices_in_ranges(0, chunks) * capacity
-            length = np.minimum(lengths[document] - start, capacity)
-            return Pieces(document, start.astype(lengths.dtype, copy=False), length.astype(np.int32))
-        if overflow == "truncate":
-            lengths = np.minimum(lengths, capacity)
+    check_fitting(lengths, capacity, overflow)
+    numbers = np.arange(len(lengths), dtype=smallest_index_type(len(lengths)))
+    if overflow == "split" and lengths.max(initial=0) > capacity:
+        chunks = -(-lengths.astype(np.int64) // capacity)
+        check_num_pieces(float(chunks.sum()), capacity)
+        document = np.repeat(numbers, chunks)
+        start = indices_in_ranges(0, chunks) * capacity
+        length = np.minimum(lengths[document] - start, capacity)
+        return Pieces(document, start.astype(lengths.dtype, copy=False), length.astype(np.int32))
+    if overflow == "truncate":
+        lengths = np.minimum(lengths, capacity)
     kept = np.flatnonzero((lengths > 0) & (lengths <= capacity))
-    if len(kept) < documents:
-        numbers, lengths = numbers[kept], lengths[kept]
-    return Pieces(numbers, np.zeros(len(numbers), dtype=np.int32), lengths.astype(np.int32, copy=False))
+    return Pieces(numbers[kept], np.zeros(len(kept), dtype=np.int32), lengths[kept].astype(np.int32))
