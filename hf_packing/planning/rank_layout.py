@@ -172,10 +172,11 @@ def _in_free_space(room: list[int], length: int) -> list[tuple[int, int, int]]:
     """Cut a document into slices that fill the ranks with the most room, and return (rank, start, end)."""
     slices, start = [], 0
     for rank in sorted(range(len(room)), key=lambda rank: -room[rank]):
-        end = min(length, start + room[rank])
-        slices.append((rank, start, end))
-        start = end
-    return [each for each in slices if each[1] < each[2]]
+        if start < length:
+            end = min(length, start + room[rank])
+            slices.append((rank, start, end))
+            start = end
+    return slices
 
 
 @dataclass(frozen=True)

@@ -189,12 +189,13 @@ class Batching(ShowsAlignment, ABC):
             how = f" in multiples of {multiple}" if multiple > 1 else ""
             raise PackingError(f"{name}: expected at least {least}, {what}{how}, got {most}")
 
-    def aligned(self, name: str, tokens: int) -> int:
-        """Return the largest multiple up to a number of tokens, which is the value of the argument `name`.
+    def aligned(self, name: str) -> int:
+        """Return the largest multiple up to the number of tokens that is the value of the argument `name`.
 
         Raises:
             PackingError: it is 0.
         """
+        tokens: int = getattr(self, name)
         if tokens < self.align_tokens:
             raise PackingError(f"{name}: expected at least align_tokens={self.align_tokens}, got {tokens}")
         return tokens - tokens % self.align_tokens

@@ -130,7 +130,7 @@ class TokenBudget(Batching):
 
     @property
     def most_tokens(self) -> int:
-        return self.aligned("max_tokens", self.max_tokens)
+        return self.aligned("max_tokens")
 
     @property
     def ranks_per_block(self) -> int:
@@ -155,7 +155,7 @@ class TokenBudget(Batching):
         for name in ("share_prefixes", "length_schedule"):
             if value := getattr(self, name):
                 refuse_alignment(self, f"with {name}={value!r}")
-        self.aligned("max_tokens", self.max_tokens)
+        self.aligned("max_tokens")
         if self.fewest_shared is not None and self.length_schedule is not None:
             self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
         most = INT32_MAX // self.max_tokens
@@ -163,10 +163,8 @@ class TokenBudget(Batching):
         set_fields(self, max_ranks_per_document=ranks)
         if ranks > 1:
             refuse_alignment(self, f"with max_ranks_per_document={ranks}")
-            limited: dict[str, Any] = {"max_documents": self.max_documents, "max_patches": self.max_patches}
-            limited |= {"share_prefixes": self.fewest_shared, "length_schedule": self.length_schedule}
-            for name, value in limited.items():
-                if value is not None:
+            for name in ("max_documents", "max_patches", "share_prefixes", "length_schedule"):
+                if (value := getattr(self, name)) not in (None, False):
                     raise PackingError(f"max_ranks_per_document: expected 1 with {name}={value}, got {ranks}")
 
     @property
