@@ -30,7 +30,6 @@ HOME_OF = {
     "sizes_of_packs": "sampling.sizes",
     # documents on several ranks: long_documents
     "RankLayout": "planning.rank_layout",
-    "join_layouts": "planning.rank_layout",
     "plan_exchange": "planning.rank_layout",
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking, alignment
     "sizes_of": "sampling.sizes",

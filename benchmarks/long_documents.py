@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from internals import Epoch, Pieces, RankLayout, join_layouts, plan_exchange, sizes_of_documents
+from internals import Epoch, Pieces, RankLayout, plan_exchange, sizes_of_documents
 from lengths import log_normal
 from measure import figure, machine, recorded
 
@@ -77,13 +77,14 @@ def rows_of(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 
 def measure(rows: list[np.ndarray], ranks: int, lay_out: Layout) -> dict[str, float]:
-    layout = join_layouts([lay_out(row) for row in rows])
-    work = (LINEAR_COST * layout.tokens + layout.attention_cost).reshape(-1, ranks)
-    received = plan_exchange(layout).received.sum()
+    layouts = [lay_out(row) for row in rows]
+    work = np.concatenate([LINEAR_COST * layout.tokens + layout.attention_cost for layout in layouts])
+    work = work.reshape(-1, ranks)
+    received = sum(plan_exchange(layout).num_received for layout in layouts)
     return {
         "utilization": work.mean() / work.max(axis=1).mean(),
-        "kilobytes": received * SENT_BYTES / layout.tokens.sum() / 1000,
-        "largest": int(layout.tokens.max()),
+        "kilobytes": received * SENT_BYTES / sum(map(sum, rows)) / 1000,
+        "largest": max(int(layout.tokens.max()) for layout in layouts),
     }
 
 
@@ -119,7 +120,8 @@ def main() -> None:
     planned = time.process_time()
     layouts = [budget().lay_out(row) for row in rows]
     laid_out = time.process_time()
-    plan_exchange(join_layouts(layouts))
+    for layout in layouts:
+        plan_exchange(layout)
     seconds = {"plan": planned - began, "lay_out": laid_out - planned, "exchange": time.process_time() - laid_out}
     figure(documents=len(lengths), ranks=ranks, rows=len(rows), seconds=seconds)
     print(

@@ -69,8 +69,8 @@ def off_of_documents(mixed: datasets.IterableDataset, streams: int, tokens: int)
 def off_of_rows(mixed: datasets.IterableDataset, streams: int, tokens: int) -> float:
     """Return how far shares are off when so many tokens are in the rows that have come out."""
     packed: Any = hfp.pack(mixed, hfp.BestFit(ROW), streams=streams)
-    turns = islice(packed._ex_iterable.turns(), tokens // ROW)
-    counts = [counts_of(turn.row.table.column("input_ids")) for turn in turns if turn.row is not None]
+    rows = islice(examples_of(packed).tables(one_row=True), tokens // ROW)
+    counts = [counts_of(row.column("input_ids")) for row in rows]
     return off(np.sum(counts, axis=0))
 
 

@@ -58,8 +58,7 @@ def packs_in_windows(lengths: np.ndarray, row: int, window_packs: int) -> int:
         together = check_lengths(np.concatenate([waiting, lengths[begin:stop]]))
         age = np.concatenate([age, np.zeros(stop - begin, np.int8)])
         window = strategy.plan_window(together, number)
-        plan, waits = choose_waiting(window, age, size)
-        waits &= stop < len(lengths)
+        plan, waits = window.plan, choose_waiting(window, age, size) & (stop < len(lengths))
         packs += int((~waits).sum())
         kept = waits[plan.pack_of_segment()]
         waiting, age = plan.segment_length[kept], age[plan.segment_document[kept]] + np.int8(1)

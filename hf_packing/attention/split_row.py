@@ -139,7 +139,7 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
         own=on_device(np.searchsorted(seen, own), device),
         documents=Layout.of(np.unique(documents, return_counts=True)[1].tolist(), device),
         seen=seen,
-        is_local=not plan.received.any(),
+        is_local=not plan.num_received,
     )
 
 

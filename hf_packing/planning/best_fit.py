@@ -25,7 +25,7 @@ class OpenPacks:
     The record is `runs`: how many segments of which length were put into which packs, as for `patterns_from_runs`.
 
     The room of a pack is the number of free tokens. Open packs with the same room are stored as intervals of
-    consecutive packs, and the newest interval is used first. The integer `_rooms` has bit n set if an open pack has a
+    consecutive packs, and the newest interval is used first. The integer `rooms` has bit n set if an open pack has a
     room of n tokens. So the highest set bit gives the most room, and the lowest set bit from bit n on gives the least
     room in which a segment of n tokens fits. Either lookup takes a fraction of a microsecond and needs no search tree.
     """
@@ -36,28 +36,28 @@ class OpenPacks:
         self.num_packs = 0
         self.runs: list[Run] = []
         """How the packs were filled, in order."""
-        self._intervals: dict[int, list[Interval]] = {}
+        self.intervals: dict[int, list[Interval]] = {}
         """Open packs by their room."""
-        self._rooms = 0
+        self.rooms = 0
 
     def most_room(self) -> int:
         """Return the number of free tokens of the emptiest open pack, or -1 if no pack is open."""
-        return self._rooms.bit_length() - 1
+        return self.rooms.bit_length() - 1
 
     def add(self, room: int, interval: Interval) -> None:
         """Add an interval of open packs with `room` free tokens in each pack."""
-        self._intervals.setdefault(room, []).append(interval)
-        self._rooms |= 1 << room
+        self.intervals.setdefault(room, []).append(interval)
+        self.rooms |= 1 << room
 
     def take(self, room: int, packs: int) -> Interval:
         """Remove packs from the newest interval of open packs with `room` free tokens, and return the removed packs.
 
         `packs` is the maximum number of packs to remove.
         """
-        intervals = self._intervals[room]
+        intervals = self.intervals[room]
         first_pack, there, documents = intervals.pop()
         if not intervals:
-            self._rooms ^= 1 << room
+            self.rooms ^= 1 << room
         if packs < there:
             self.add(room, (first_pack + packs, there - packs, documents))
         return first_pack, min(packs, there), documents
@@ -80,39 +80,6 @@ class OpenPacks:
         self.fill((self.num_packs, packs, 0), self.capacity, length, copies)
         self.num_packs += packs
 
-    def fill_best_fit(self, length: int, left: int) -> int:
-        """Put segments of `length` tokens into the fullest open packs in which they fit.
-
-        This method is the inner loop of best-fit decreasing, and calls no other: a window of a stream has few segments
-        of each length, so calls would take most of the time.
-
-        Args:
-            length: the length of the segments, in tokens; not longer than those that packs have already.
-            left: number of segments.
-
-        Returns:
-            The number of segments that fit into no open pack.
-        """
-        intervals, rooms, limit = self._intervals, self._rooms, self.limit
-        while left and (fitting := rooms >> length):
-            room = length + (fitting & -fitting).bit_length() - 1
-            with_room = intervals[room]
-            first_pack, packs, documents = with_room.pop()
-            copies = 1 if left == 1 else min(room // length, limit - documents, left)
-            taken = 1 if left == copies else min(left // copies, packs)
-            if taken < packs:
-                with_room.append((first_pack + taken, packs - taken, documents))
-            elif not with_room:
-                rooms ^= 1 << room
-            self.runs.append((length, first_pack, taken, copies))
-            left -= taken * copies
-            room, documents = room - copies * length, documents + copies
-            if room and documents < limit:
-                intervals.setdefault(room, []).append((first_pack, taken, documents))
-                rooms |= 1 << room
-        self._rooms = rooms
-        return left
-
     def patterns(self) -> Patterns:
         """Return the patterns of all packs, open or full."""
         return patterns_from_runs(self.runs, self.num_packs, self.capacity)
@@ -132,7 +99,13 @@ def fill_best_fit(packs: OpenPacks, counts: IntArray) -> None:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
     """
     for length, left in lengths_descending(counts):
-        left = packs.fill_best_fit(length, left)
+        while left and (fitting := packs.rooms >> length):
+            room = length + (fitting & -fitting).bit_length() - 1
+            *_, (_, _, documents) = packs.intervals[room]
+            copies = min(room // length, packs.limit - documents, left)
+            interval = packs.take(room, left // copies)
+            packs.fill(interval, room, length, copies)
+            left -= interval[1] * copies
         copies = min(packs.capacity // length, packs.limit)
         if left >= copies:
             packs.open(left // copies, length, copies)

@@ -70,10 +70,3 @@ class LengthSchedule:
             else (self.start + (end - self.start) * done)
         )
         return int(length) if length < longest else None
-
-
-def check_schedule(length_schedule: object) -> LengthSchedule | None:
-    """Return the argument `length_schedule`; raise PackingError if it is neither a LengthSchedule nor None."""
-    if length_schedule is not None and not isinstance(length_schedule, LengthSchedule):
-        raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {length_schedule!r}")
-    return length_schedule

@@ -15,7 +15,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 _MAX_TOKENS = 2**63
 _MAX_PIECES = 2**40
-_COUNTED_AT_ONCE = 1 << 22
 _DENSE_LENGTHS = 1 << 22
 """If all lengths are below this value, counting lengths in an array is cheaper than sorting them."""
 
@@ -93,6 +92,19 @@ def join_rows(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.ND
     return values, np.array([*map(len, arrays)], np.int64)
 
 
+def sums_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
+    """Return the sum of the values of each group, int64 [groups]. The sums are exact, other than those of np.bincount.
+
+    Args:
+        group: integers [values]: the group of each value.
+        values: integers [values].
+        groups: number of groups.
+    """
+    total = np.zeros(groups, dtype=np.int64)
+    np.add.at(total, group, values)
+    return total
+
+
 def sums_of(values: IntArray, offsets: IntArray) -> IntArray:
     """Return the sum of the values offsets[i]:offsets[i + 1] for each i, int64 [len(offsets) - 1]."""
     return np.diff(offsets_of(values)[offsets])
@@ -109,9 +121,9 @@ def indices_in_ranges(begin: IntArray | int, length: IntArray) -> IntArray:
         >>> indices_in_ranges(np.array([5, 0]), np.array([2, 3])).tolist()
         [5, 6, 0, 1, 2]
     """
-    end = np.cumsum(length, dtype=np.int64)
-    total = int(end[-1]) if len(end) else 0
-    return np.arange(total) + np.repeat(begin - (end - length), length)
+    offsets = offsets_of(length)
+    indices: IntArray = np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], length)
+    return indices
 
 
 def indices_in_groups(offsets: IntArray, groups: IntArray) -> tuple[IntArray, IntArray]:
@@ -157,10 +169,7 @@ def count_lengths(lengths: IntArray) -> LengthCounts:
     if lengths.max(initial=0) >= _DENSE_LENGTHS:
         length, documents = np.unique(lengths, return_counts=True)
         return LengthCounts(length.astype(np.int64), documents.astype(np.int64))
-    counts = np.zeros(int(lengths.max(initial=0)) + 1, dtype=np.int64)
-    for begin in range(0, len(lengths), _COUNTED_AT_ONCE):
-        counts += np.bincount(lengths[begin : begin + _COUNTED_AT_ONCE], minlength=len(counts))
-    return counts_of_histogram(counts)
+    return counts_of_histogram(np.bincount(lengths))
 
 
 def counts_of_histogram(counts: IntArray) -> LengthCounts:
@@ -261,21 +270,16 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
     Raises:
         PackingError: `overflow` is "error" and a document is too long, or there are more than 2**40 pieces.
     """
-    documents = len(lengths)
-    numbers = np.arange(documents, dtype=smallest_index_type(documents))
-    longest = int(lengths.max(initial=0))
-    if longest > capacity:
-        check_fitting(lengths, capacity, overflow)
-        if overflow == "split":
-            chunks = -(-lengths.astype(np.int64) // capacity)
-            check_num_pieces(float(chunks.sum()), capacity)
-            document = np.repeat(numbers, chunks)
-            start = indices_in_ranges(0, chunks) * capacity
-            length = np.minimum(lengths[document] - start, capacity)
-            return Pieces(document, start.astype(lengths.dtype, copy=False), length.astype(np.int32))
-        if overflow == "truncate":
-            lengths = np.minimum(lengths, capacity)
+    check_fitting(lengths, capacity, overflow)
+    numbers = np.arange(len(lengths), dtype=smallest_index_type(len(lengths)))
+    if overflow == "split" and lengths.max(initial=0) > capacity:
+        chunks = -(-lengths.astype(np.int64) // capacity)
+        check_num_pieces(float(chunks.sum()), capacity)
+        document = np.repeat(numbers, chunks)
+        start = indices_in_ranges(0, chunks) * capacity
+        length = np.minimum(lengths[document] - start, capacity)
+        return Pieces(document, start.astype(lengths.dtype, copy=False), length.astype(np.int32))
+    if overflow == "truncate":
+        lengths = np.minimum(lengths, capacity)
     kept = np.flatnonzero((lengths > 0) & (lengths <= capacity))
-    if len(kept) < documents:
-        numbers, lengths = numbers[kept], lengths[kept]
-    return Pieces(numbers, np.zeros(len(numbers), dtype=np.int32), lengths.astype(np.int32, copy=False))
+    return Pieces(numbers[kept], np.zeros(len(kept), dtype=np.int32), lengths[kept].astype(np.int32))

@@ -152,11 +152,11 @@ def pack_lower_bound(counts: IntArray, capacity: int) -> int:
     number = offsets_of(counts[lengths])
     volume = offsets_of(counts[lengths] * lengths)
     half = int(np.searchsorted(lengths, capacity // 2, side="right"))
-    threshold = np.arange(half)  # indices into `lengths`; a threshold between two lengths gives no higher bound
+    # the thresholds are the lengths up to half; one between two lengths gives no higher bound
     complement = np.searchsorted(lengths, capacity - lengths[:half], side="right")
     above_half = number[-1] - number[half]
     room = (number[complement] - number[half]) * capacity - (volume[complement] - volume[half])
-    small = volume[half] - volume[threshold]
+    small = volume[half] - volume[:half]
     extra = np.maximum(0, -((room - small) // capacity))
     by_volume = -(-int(volume[-1]) // capacity)
     return max(by_volume, int(above_half + extra.max(initial=0)))

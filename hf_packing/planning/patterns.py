@@ -21,19 +21,13 @@ from hf_packing.planning.lengths import (
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
+    sums_by,
     sums_of,
 )
 
 Run = tuple[int, int, int, int]
 """A step in which packs are filled: (length, first pack, packs, copies) puts `copies` segments of `length` tokens into
 each of `packs` packs, from number `first pack` on."""
-
-
-def histogram(lengths: IntArray, numbers: IntArray) -> IntArray:
-    """Return how many things there are of each length, int64 [longest + 1], given `numbers[i]` of `lengths[i]`."""
-    counts = np.zeros(int(lengths.max(initial=0)) + 1, dtype=np.int64)
-    np.add.at(counts, lengths, numbers)
-    return counts
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class Patterns:
         Element n is the number of segments of n tokens in all packs together.
         """
         segments = self.packs[self.entry_pattern] * self.entry_copies
-        return histogram(self.entry_length, segments)
+        return sums_by(self.entry_length, segments, int(self.entry_length.max(initial=0)) + 1)
 
 
 def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int | Sequence[int]) -> Patterns:
@@ -157,9 +151,8 @@ class Cuts:
     @cached_property
     def piece_start(self) -> IntArray:
         """The index in the document of the first token of each piece, int64 [pieces]."""
-        begin = np.cumsum(self.piece_length, dtype=np.int64) - self.piece_length
-        first = np.append(begin, 0)[self.piece_offsets[:-1]]
-        start: IntArray = begin - np.repeat(first, self.pieces_each)
+        begin = offsets_of(self.piece_length)
+        start: IntArray = begin[:-1] - np.repeat(begin[self.piece_offsets[:-1]], self.pieces_each)
         return start
 
     def counts(self) -> IntArray:
@@ -167,7 +160,8 @@ class Cuts:
 
         Element n is the number of pieces of n tokens, over all documents.
         """
-        return histogram(self.piece_length, np.repeat(self.documents, self.pieces_each))
+        pieces = np.repeat(self.documents, self.pieces_each)
+        return sums_by(self.piece_length, pieces, int(self.piece_length.max(initial=0)) + 1)
 
 
 def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> Cuts:

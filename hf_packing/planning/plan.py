@@ -383,28 +383,22 @@ def _check_replaceable(folder: Path) -> None:
 
 def _load_arrays(folder: Path) -> tuple[dict[str, IntArray], dict[str, Any]]:
     """Return the memory-mapped arrays of a saved plan, and its other values, by name; raise PackingError if damaged."""
-    index = folder / _INDEX
-    if not index.is_file():
+    file = folder / _INDEX
+    if not file.is_file():
         raise PackingError(f"path: expected a folder with a saved plan, but {str(folder)!r} has no {_INDEX}")
+    arrays: dict[str, IntArray] = {}
     try:
-        saved = json.loads(index.read_text())
+        saved = json.loads(file.read_text())
         found, facts = saved["format"], {name: saved[name] for name in _FACTS}
-    except (ValueError, KeyError, TypeError) as error:
+        if found == _FORMAT:
+            for name in (*ARRAYS, SEGMENT_SHARED):
+                file = folder / f"{name}.npy"
+                if name in ARRAYS or file.exists():
+                    arrays[name] = open_memmap(file, mode="r")  # reads no pickle and no zip, as np.load might
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise PackingError(
-            f"path: expected a valid {_INDEX}, but reading {str(index)!r} raised {error!r}; save the plan again"
+            f"path: expected a valid {file.name}, but reading {str(file)!r} raised {error!r}; save the plan again"
         ) from error
     if found != _FORMAT:
-        raise PackingError(f"path: expected a plan of format {_FORMAT}, but {str(index)!r} has format {found!r}")
-    arrays: dict[str, IntArray] = {}
-    for name in (*ARRAYS, SEGMENT_SHARED):
-        file = folder / f"{name}.npy"
-        if name == SEGMENT_SHARED and not file.exists():
-            continue
-        try:
-            arrays[name] = open_memmap(file, mode="r")  # reads no pickle and no zip, as np.load might
-        except (OSError, ValueError) as error:
-            raise PackingError(
-                f"path: expected a saved plan with a readable array file {file.name}, but reading {str(file)!r} "
-                f"failed: {error}"
-            ) from error
+        raise PackingError(f"path: expected a plan of format {_FORMAT}, but {str(file)!r} has format {found!r}")
     return arrays, facts

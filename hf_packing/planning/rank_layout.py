@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, sums_by
 
 LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
@@ -68,7 +67,7 @@ class RankLayout:
         return indices_in_ranges(offsets_of(self.lengths)[own.document] + own.start, own.length)
 
     def _sum_on_ranks(self, of_piece: IntArray) -> IntArray:
-        return _sum_by(self.rank, of_piece, self.num_ranks)
+        return sums_by(self.rank, of_piece, self.num_ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +116,6 @@ def lay_out(
     row = np.asarray(lengths, dtype=np.int64)
     assert row.min() > 0
     assert row.sum() <= ranks * max_tokens
-    if ranks == 1:
-        return RankLayout(row, Pieces.whole(row), np.zeros(len(row), np.int64), 1)
     for share in _SHARES:
         pieces, work = _place(row, ranks, max_tokens, linear_cost, share)
         if sum(work) >= _EVEN * ranks * max(work):
@@ -166,11 +163,9 @@ def _zigzag(ranks: list[int], length: int) -> list[tuple[int, int, int]]:
     """
     chunks = 2 * len(ranks)
     size, longer = divmod(length, chunks)  # the first chunks have a token more
-    cuts = [chunk * size + min(chunk, longer) for chunk in range(chunks + 1)]
-    *outer, last = range(len(ranks))
-    slices = [(ranks[chunk], cuts[chunk], cuts[chunk + 1]) for chunk in outer]
-    slices += [(ranks[chunk], cuts[-2 - chunk], cuts[-1 - chunk]) for chunk in outer]
-    return [*slices, (ranks[last], cuts[last], cuts[last + 2])]
+    cuts = [chunk * size + min(chunk, longer) for chunk in range(chunks + 1) if chunk != len(ranks)]
+    there_and_back = [*ranks, *reversed(ranks[:-1])]
+    return list(zip(there_and_back, cuts, cuts[1:], strict=False))
 
 
 def _in_free_space(room: list[int], length: int) -> list[tuple[int, int, int]]:
@@ -182,23 +177,6 @@ def _in_free_space(room: list[int], length: int) -> list[tuple[int, int, int]]:
             slices.append((rank, start, end))
             start = end
     return slices
-
-
-def join_layouts(layouts: Sequence[RankLayout]) -> RankLayout:
-    """Return the layouts of several rows as one, with their documents and ranks numbered one row after the other."""
-    documents = offsets_of([len(layout.lengths) for layout in layouts])
-    ranks = offsets_of([layout.num_ranks for layout in layouts])
-    pieces = [len(layout.rank) for layout in layouts]
-    return RankLayout(
-        lengths=np.concatenate([layout.lengths for layout in layouts]),
-        pieces=Pieces(
-            np.concatenate([layout.pieces.document for layout in layouts]) + np.repeat(documents[:-1], pieces),
-            np.concatenate([layout.pieces.start for layout in layouts]),
-            np.concatenate([layout.pieces.length for layout in layouts]),
-        ),
-        rank=np.concatenate([layout.rank for layout in layouts]) + np.repeat(ranks[:-1], pieces),
-        num_ranks=int(ranks[-1]),
-    )
 
 
 @dataclass(frozen=True)
@@ -236,23 +214,11 @@ class Exchange:
     """int64 [spans]: the rank that holds each span."""
     receiver: IntArray
     """int64 [spans]: the rank that needs each span; the sender itself for its own tokens."""
-    num_ranks: int
 
     @property
-    def received(self) -> IntArray:
-        """int64 [ranks]: the number of tokens that each rank gets from others."""
-        return _sum_by(self.receiver, self._sent, self.num_ranks)
-
-    @property
-    def sent(self) -> IntArray:
-        """int64 [ranks, ranks]: the number of tokens that each rank (row) sends each other one (column)."""
-        pair = self.sender * self.num_ranks + self.receiver
-        return _sum_by(pair, self._sent, self.num_ranks**2).reshape(self.num_ranks, self.num_ranks)
-
-    @property
-    def _sent(self) -> IntArray:
-        sent: IntArray = self.spans.length * (self.sender != self.receiver)
-        return sent
+    def num_received(self) -> int:
+        """Number of tokens that ranks get from others."""
+        return int(self.spans.length[self.sender != self.receiver].sum())
 
 
 def plan_exchange(
@@ -261,17 +227,16 @@ def plan_exchange(
     """Plan which tokens the ranks of a block send each other, for layers that let a token attend to others.
 
     Args:
-        layout: the layout of a row, or of several joined ones.
+        layout: the layout of a row.
         is_causal: whether a token attends to no later token.
         window: a token only attends to tokens that are fewer than `window` places away; None for no limit.
         chunk: documents are cut into chunks of `chunk` tokens, and a token only attends to its own; None for no chunks.
 
     Example:
         >>> exchange = plan_exchange(lay_out([16], ranks=2, max_tokens=8))
-        >>> exchange.sent.tolist()  # the last 4 tokens are on rank 0, and attend to the 8 tokens of rank 1
-        [[0, 4], [8, 0]]
-        >>> plan_exchange(lay_out([16], ranks=2, max_tokens=8), window=3).sent.tolist()
-        [[0, 2], [2, 0]]
+        >>> spans = zip(exchange.sender.tolist(), exchange.receiver.tolist(), exchange.spans.length.tolist())
+        >>> [*spans]  # the last 4 tokens are on rank 0, and attend to the 8 tokens of rank 1
+        [(0, 0, 4), (1, 0, 8), (0, 0, 4), (0, 1, 4), (1, 1, 8)]
     """
     pieces, documents = layout.pieces, offsets_of(layout.lengths)
     seen = _seen_by(pieces, layout.lengths[pieces.document], is_causal, window, chunk)
@@ -298,7 +263,6 @@ def plan_exchange(
         spans=Pieces(document, start - documents[document], length),
         sender=layout.rank[by_place][part],
         receiver=np.repeat(layout.rank[begins], held),
-        num_ranks=layout.num_ranks,
     )
 
 
@@ -313,10 +277,3 @@ def _seen_by(pieces: Pieces, lengths: IntArray, is_causal: bool, window: int | N
         first = np.maximum(first, begin - window + 1)
         last = np.minimum(last, end + window - 1)
     return Pieces(pieces.document, first, last - first)
-
-
-def _sum_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
-    """Return the sum of the integers of each group, int64 [groups]."""
-    total = np.zeros(groups, dtype=np.int64)
-    np.add.at(total, group, values)
-    return total

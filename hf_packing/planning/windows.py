@@ -8,8 +8,8 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 
-MOST_WINDOWS = 4
-"""A document waits for at most this many windows."""
+MOST_WINDOWS = 32
+"""A document waits for at most this many windows. After fewer, rows of many short documents would be less full."""
 
 _DOCUMENTS_PER_PACK = 16
 """A window has at least this many documents for each of its packs, since few documents leave padding."""
@@ -65,13 +65,10 @@ class WindowSize(NamedTuple):
         return cls(tokens, _DOCUMENTS_PER_PACK * packs, max(tokens, min(_MOST_TIMES * tokens, _MOST_TOKENS)))
 
 
-def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple[PackingPlan, npt.NDArray[np.bool_]]:
+def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> npt.NDArray[np.bool_]:
     """Choose the packs whose documents go into the next window: the emptiest open packs, at most a quarter.
 
-    A document that has waited for MOST_WINDOWS windows goes out. It changes places with a younger segment of a pack
-    that goes out: with the longest of the shorter ones, if the pack has room for the difference; else with the shortest
-    of the longer ones. If there is none, all segments of its own pack go out. If segments share tokens, none change
-    places, and all segments of its own pack go out.
+    Packs with a document that has waited for MOST_WINDOWS windows go out.
 
     Args:
         window: the plan of the window.
@@ -79,60 +76,20 @@ def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple
         size: the size of a window. Packs with at most a quarter of its tokens wait, so that the state stays small.
 
     Returns:
-        The plan after these changes, and the packs that wait, bool [packs]. If `all_wait` is True, these are all open
-        packs.
+        The packs that wait, bool [packs]. If `all_wait` is True, these are all open packs.
     """
     plan = window.plan
-    if window.all_wait or not plan.num_packs:
-        return plan, window.open
+    if window.all_wait:
+        return window.open
+    may_wait = window.open.copy()
+    may_wait[plan.pack_of_segment()[age[plan.segment_document] >= MOST_WINDOWS]] = False
     free = 1 - plan.pack_tokens() / plan.pack_capacity
-    candidates = np.flatnonzero(window.open)
+    candidates = np.flatnonzero(may_wait)
     emptiest = candidates[np.argsort(-free[candidates], kind="stable")][: plan.num_packs // 4]
     capacity = np.cumsum(plan.pack_capacity[emptiest], dtype=np.int64)
     waits = np.zeros(plan.num_packs, dtype=bool)
     waits[emptiest[4 * capacity <= min(plan.pack_capacity.sum(dtype=np.int64), size.tokens)]] = True
-    is_old = age[plan.segment_document] >= MOST_WINDOWS
-    if plan.segment_shared is None:
-        return _send_old_documents(plan, waits, is_old)
-    waits[plan.pack_of_segment()[is_old]] = False
-    return plan, waits
-
-
-def _send_old_documents(
-    plan: PackingPlan, waits: npt.NDArray[np.bool_], is_old: npt.NDArray[np.bool_]
-) -> tuple[PackingPlan, npt.NDArray[np.bool_]]:
-    """Exchange old segments of packs that wait for young ones of packs that go out; see `choose_waiting`.
-
-    Args:
-        plan: the plan of a window.
-        waits: bool [packs]: the packs that wait, changed in place.
-        is_old: bool [segments]: the segments that must not wait.
-    """
-    pack = plan.pack_of_segment()
-    old = np.flatnonzero(waits[pack] & is_old)
-    if not len(old):
-        return plan, waits
-    young = np.flatnonzero(~waits[pack] & ~is_old)
-    young = young[np.argsort(plan.segment_length[young], kind="stable")]
-    room = plan.pack_capacity - plan.pack_tokens()
-    takes_place_of = np.arange(plan.num_segments)
-    for segment in old[np.argsort(-plan.segment_length[old], kind="stable")].tolist():
-        here = pack[segment]
-        if not waits[here]:
-            continue
-        more = plan.segment_length[young] - plan.segment_length[segment]
-        shorter = np.flatnonzero((more <= 0) & (-more <= room[pack[young]]))
-        longer = np.flatnonzero((more > 0) & (more <= room[here]))
-        if not len(shorter) and not len(longer):
-            waits[here] = False
-            continue
-        found = shorter[-1] if len(shorter) else longer[0]
-        partner = young[found]
-        young = np.delete(young, found)
-        takes_place_of[[segment, partner]] = partner, segment
-        room[here] -= more[found]
-        room[pack[partner]] += more[found]
-    return plan.take(takes_place_of, plan.pack_offsets, np.arange(plan.num_packs)), waits
+    return waits
 
 
 def order_by_cost(cost: npt.NDArray[np.float64], first_turn: int) -> IntArray:

@@ -59,7 +59,7 @@ def pack(
     """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
 
     A stream, which is an IterableDataset, is planned in windows. The documents of the emptiest packs of a window wait
-    for the next window, at most four times. The order of the rows in a window is random, as the strategy's seed says.
+    for the next window, at most 32 times. The order of the rows in a window is random, as the strategy's seed says.
     `state_dict` of the packed stream is exact.
 
     Args:

@@ -25,7 +25,7 @@ from hf_packing.checks import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import BoolArray, IntArray, Pieces, sums_of
-from hf_packing.planning.permutation import derive_key
+from hf_packing.planning.permutation import derive_seed
 from hf_packing.sampling.sizes import RowSizes
 
 SampledRow = tuple[int, bool]
@@ -189,12 +189,13 @@ class Batching(ShowsAlignment, ABC):
             how = f" in multiples of {multiple}" if multiple > 1 else ""
             raise PackingError(f"{name}: expected at least {least}, {what}{how}, got {most}")
 
-    def aligned(self, name: str, tokens: int) -> int:
-        """Return the largest multiple up to a number of tokens, which is the value of the argument `name`.
+    def aligned(self, name: str) -> int:
+        """Return the largest multiple up to the number of tokens that is the value of the argument `name`.
 
         Raises:
             PackingError: it is 0.
         """
+        tokens: int = getattr(self, name)
         if tokens < self.align_tokens:
             raise PackingError(f"{name}: expected at least align_tokens={self.align_tokens}, got {tokens}")
         return tokens - tokens % self.align_tokens
@@ -287,7 +288,7 @@ class Batching(ShowsAlignment, ABC):
 
     def epoch_seed(self, epoch: Epoch) -> int:
         """Return the seed of an epoch, derived from the batching's seed and the epoch's number."""
-        return int(derive_key(self.seed, f"epoch {epoch.number}")) >> 1
+        return derive_seed(self.seed, f"epoch {epoch.number}")
 
 
 def check_batching(batching: Any) -> Batching:

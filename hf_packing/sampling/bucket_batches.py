@@ -76,7 +76,7 @@ class BucketBatches(Batching):
 
     @property
     def most_tokens(self) -> int:
-        return self.aligned("tokens_per_batch", self.tokens_per_batch)
+        return self.aligned("tokens_per_batch")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ class BucketBatches(Batching):
             tokens_per_batch=check_whole_number("tokens_per_batch", self.tokens_per_batch),
             cycles=check_whole_number("cycles", self.cycles),
         )
-        self.aligned("tokens_per_batch", self.tokens_per_batch)
+        self.aligned("tokens_per_batch")
         if self.cycles > 1 and self.order == "random":
             raise PackingError(
                 f"cycles: expected 1 with order='random', got {self.cycles}; several cycles need order='short_to_long'"

@@ -60,7 +60,7 @@ class InOrder(Batching):
             max_tokens=check_optional_number("max_tokens", self.max_tokens),
         )
         if self.max_tokens is not None:
-            set_fields(self, max_tokens=self.aligned("max_tokens", self.max_tokens))
+            set_fields(self, max_tokens=self.aligned("max_tokens"))
 
     def _limits(self, sizes: RowSizes) -> list[tuple[str, str, IntArray, int]]:
         """Return each limit: the argument for it in a training, the unit, the number in each row, and the most."""

@@ -3,6 +3,7 @@ the labels that are left in them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import datasets
@@ -39,6 +40,7 @@ from hf_packing.rows.lazy import DocumentRows, lazy_rows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     TokenColumn,
+    TokenColumns,
     check_same_lengths,
     columns_of,
     is_list,
@@ -87,7 +89,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         apply_masks: bool = True,
         more: Sequence[str] = (),
     ) -> None:
-        self._stored: _TableRows | None = None
+        self._in_table: tuple[datasets.Dataset, list[str]] | None = None
         self._lazy = lazy_rows(dataset)
         self.unread, self.apply_masks, self.sampler = unread, apply_masks, sampler
         self._per_token = (*_PER_TOKEN, *more)
@@ -99,10 +101,20 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             names = [name for name in names if name in shown]
             # a subclass of Dataset may change rows when they are read
             if type(dataset) is datasets.Dataset and all(_has_numbers(fields.field(name).type) for name in names):
-                self._stored = _TableRows(dataset, names)
+                self._in_table = dataset, names
             dataset = dataset.with_format("numpy", columns=names)
         self._names = names
         self.dataset = dataset
+
+    @cached_property
+    def _columns(self) -> TokenColumns:
+        """The columns of the table, as NumPy arrays that share its memory."""
+        assert self._in_table is not None
+        return columns_of(*self._in_table)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle no views of memory-mapped files, which would be pickled as copies."""
+        return {name: value for name, value in vars(self).items() if name != "_columns"}
 
     def __len__(self) -> int:
         return len(self.sampler.rows.sizes)
@@ -136,8 +148,8 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
-        if self._stored is not None:
-            return self._stored.read(numbers)
+        if self._in_table is not None:
+            return read_rows(self._columns, np.array(numbers, np.int64))
         if self._lazy is not None:
             lazy, packs = self._lazy
             rows = lazy.read(packs[numbers])
@@ -205,22 +217,6 @@ def _with_masked_labels(row: Row) -> Row:
 def _has_numbers(kind: pa.DataType) -> bool:
     """Return whether a column has lists of numbers, or of pairs of numbers."""
     return is_token_type(kind) or (is_list(kind) and is_token_type(kind.value_type))
-
-
-class _TableRows:
-    """The rows of a Dataset whose columns have lists of numbers, as NumPy arrays that share memory with its table."""
-
-    def __init__(self, dataset: datasets.Dataset, names: Sequence[str]) -> None:
-        self._made_from = dataset, names
-        self._columns = columns_of(dataset, names)
-
-    def read(self, numbers: Sequence[int]) -> list[Row]:
-        """Return the rows with these numbers. The values are read-only, in the column's dtype."""
-        return read_rows(self._columns, np.array(numbers, np.int64))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the dataset and the names, since views of memory-mapped files would be pickled as copies."""
-        return type(self), self._made_from
 
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
@@ -338,8 +334,8 @@ def kept_labels(
         return None
     columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sizes, unread, apply_masks)
     whole = Pieces.whole(sizes.tokens)
-    if (segments := columns.pop(SEQ_LENGTHS, None)) is not None:
-        lengths = segments.gather_rows(whole.document).astype(np.int64)
+    if sizes.seq_lengths is not None:
+        lengths = sizes.seq_lengths.astype(np.int64)
         row = np.repeat(whole.document, sizes.segments)
         whole = Pieces(row, offsets_of(lengths)[:-1] - offsets_of(sizes.tokens)[row], lengths)
     found = count_labels(columns, whole, keep_first)
@@ -352,22 +348,17 @@ def kept_labels(
     return LabelCounts(count_labels(columns, left, keep_first), found)
 
 
-def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
-    """Return the columns of a dataset that decide which tokens have labels, and seq_lengths."""
+def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> TokenColumns:
+    """Return the columns of a dataset that decide which tokens have labels."""
     names = [name for name in visible_columns(dataset) if name not in unread]
     deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
     columns = columns_of(dataset, [INPUT_IDS, *deciding])
     check_same_lengths(columns)
-    return columns | columns_of(dataset, [SEQ_LENGTHS] if SEQ_LENGTHS in names else [])
+    return columns
 
 
-def _by_reading(dataset: Any, sizes: RowSizes, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
-    """Return the same columns of a dataset whose rows are computed when they are read."""
+def _by_reading(dataset: Any, sizes: RowSizes, unread: Sequence[str], apply_masks: bool) -> TokenColumns:
+    """Return a mask of the labels of a dataset whose rows are computed when they are read."""
     rows = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes), unread, apply_masks)
-    trained, lengths = [], []
-    for number in range(len(sizes)):
-        row = rows[number]
-        trained.append(np.asarray(row[LABELS]) != IGNORED_LABEL)
-        lengths.append(np.asarray(row.get(SEQ_LENGTHS, []), np.int64))
-    of_rows = {COMPLETION_MASK: trained} | ({SEQ_LENGTHS: lengths} if sizes.packed else {})
-    return {name: TokenColumn(name, pa.chunked_array([pa.array(values)])) for name, values in of_rows.items()}
+    trained = [np.asarray(rows[number][LABELS]) != IGNORED_LABEL for number in range(len(sizes))]
+    return {COMPLETION_MASK: TokenColumn(COMPLETION_MASK, pa.chunked_array([pa.array(trained)]))}

@@ -4,9 +4,9 @@ A DataLoader takes RankBatchSampler as its batch_sampler. RankBatchSampler is no
 has no batch_size. Otherwise accelerate would assume that all batches have the same number of rows, and would lose rows.
 """
 
-import re
+import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
-from hf_packing.planning.rank_layout import LayoutCounts, join_layouts, plan_exchange
+from hf_packing.planning.rank_layout import LayoutCounts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, mean_over_max
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
@@ -239,24 +239,26 @@ class RankBatchSampler:
         assert isinstance(self.batching, TokenBudget)
         lengths, segments = sizes.segment_lengths(plan.rows)
         rows = np.split(lengths, offsets_of(segments)[plan.offsets[1:-1]])
-        layout = join_layouts([self.batching.lay_out(row) for row in rows])
+        layouts = [self.batching.lay_out(row) for row in rows]
+        tokens, attention_cost = (
+            np.concatenate([getattr(layout, name) for layout in layouts]) for name in ("tokens", "attention_cost")
+        )
         is_own = np.repeat(~plan.is_copy[plan.offsets[:-1]], plan.ranks_per_block)  # a copy is alone in a micro-batch
-        work = self.batching.cost(layout.tokens, layout.attention_cost)
-        received = int(plan_exchange(layout).received.sum())
+        received = sum(plan_exchange(layout).num_received for layout in layouts)
 
         def utilization(of_rank: npt.NDArray[Any]) -> float:
             by_turn = (-1, plan.world_size)
             return mean_over_max((of_rank * is_own).reshape(by_turn), of_rank.reshape(by_turn))
 
         return {
-            "largest_micro_batch": int(layout.tokens.max()),
-            "token_utilization": utilization(layout.tokens),
-            "attention_utilization": utilization(layout.attention_cost),
+            "largest_micro_batch": int(tokens.max()),
+            "token_utilization": utilization(tokens),
+            "attention_utilization": utilization(attention_cost),
             "layout": LayoutCounts(
                 ranks=plan.ranks_per_block,
-                split=layout.num_split,
-                utilization=utilization(work),
-                received_per_token=received / int(layout.tokens[is_own].sum()),
+                split=sum(layout.num_split for layout in layouts),
+                utilization=utilization(self.batching.cost(tokens, attention_cost)),
+                received_per_token=received / int(tokens[is_own].sum()),
             ),
         }
 
@@ -307,12 +309,11 @@ class RankBatchSampler:
 
 def _differing_arguments(saved: str, batching: Batching) -> tuple[str, str]:
     """Return the arguments that differ between a text of a batching and a batching, as two texts with their values."""
-    names = "|".join(each.name for each in fields(batching))
-    (kind, *was), (other, *got) = (re.split(rf"[(,] ?({names})=", each[:-1]) for each in (saved, repr(batching)))
-    if kind != other:
+    if not saved.startswith(f"{type(batching).__name__}("):
         return saved, repr(batching)
+    calls: list[Any] = [ast.parse(text, mode="eval").body for text in (saved, repr(batching))]
     hidden = {"align_tokens": "1"}  # texts lack it if it is 1
-    first, second = (hidden | dict(zip(each[::2], each[1::2], strict=True)) for each in (was, got))
+    first, second = (hidden | {each.arg: ast.unparse(each.value) for each in call.keywords} for call in calls)
     differ = [name for name in first | second if first.get(name) != second.get(name)]
-    shown = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in (first, second))
-    return tuple(shown)  # type: ignore[return-value]
+    was, got = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in (first, second))
+    return was, got

@@ -16,7 +16,7 @@ from hf_packing.checks import (
     set_fields,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
+from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
 from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, keep_rows
@@ -130,7 +130,7 @@ class TokenBudget(Batching):
 
     @property
     def most_tokens(self) -> int:
-        return self.aligned("max_tokens", self.max_tokens)
+        return self.aligned("max_tokens")
 
     @property
     def ranks_per_block(self) -> int:
@@ -149,12 +149,13 @@ class TokenBudget(Batching):
         if self.linear_cost is not None:
             accepted = f"a number from 0 to {_MOST_LINEAR:g}, or None"
             set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, accepted))
-        if self.length_schedule is not None:
-            check_schedule(self.length_schedule)
+        schedule: object = self.length_schedule
+        if not isinstance(schedule, LengthSchedule | None):
+            raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {schedule!r}")
         for name in ("share_prefixes", "length_schedule"):
             if value := getattr(self, name):
                 refuse_alignment(self, f"with {name}={value!r}")
-        self.aligned("max_tokens", self.max_tokens)
+        self.aligned("max_tokens")
         if self.fewest_shared is not None and self.length_schedule is not None:
             self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
         most = INT32_MAX // self.max_tokens
@@ -162,10 +163,8 @@ class TokenBudget(Batching):
         set_fields(self, max_ranks_per_document=ranks)
         if ranks > 1:
             refuse_alignment(self, f"with max_ranks_per_document={ranks}")
-            limited: dict[str, Any] = {"max_documents": self.max_documents, "max_patches": self.max_patches}
-            limited |= {"share_prefixes": self.fewest_shared, "length_schedule": self.length_schedule}
-            for name, value in limited.items():
-                if value is not None:
+            for name in ("max_documents", "max_patches", "share_prefixes", "length_schedule"):
+                if (value := getattr(self, name)) not in (None, False):
                     raise PackingError(f"max_ranks_per_document: expected 1 with {name}={value}, got {ranks}")
 
     @property

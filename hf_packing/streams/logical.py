@@ -25,7 +25,7 @@ from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
-from hf_packing.streams.packed import Row, StreamPacking, Window, table_of
+from hf_packing.streams.packed import StreamPacking, Window
 from hf_packing.streams.reader import Share, equal_shares, open_source, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
@@ -36,7 +36,7 @@ Position = tuple[int, Window | None, int]
 """The progress of a logical stream: the number of its turns so far, the start of its window (None if it has not begun),
 and the number of rows of the window that are out."""
 
-_START: Position = (0, None, 0)
+START: Position = (0, None, 0)
 
 
 class Turn(NamedTuple):
@@ -44,16 +44,15 @@ class Turn(NamedTuple):
 
     stream: int
     """The number of the logical stream."""
-    row: Row | None
-    """The row of the turn; None if the logical stream has ended."""
+    row: pa.Table | None
+    """The row of the turn, as a table of one; None if the logical stream has ended."""
     position: Position
     """How far the logical stream has come with this turn."""
 
     def values(self, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
         """Return the row's values in some columns, integers [tokens] or [segments]."""
         assert self.row is not None
-        table = self.row.table
-        return {name: table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
+        return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
 
 
 class PackedExamples(StatefulExamples):
@@ -101,19 +100,8 @@ class PackedExamples(StatefulExamples):
         return len(self.owned) if self.streams else upstream.num_shards(self.ex_iterable)
 
     def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        turns, at_once = self.turns(), 1 if one_row else _ROWS_AT_ONCE
-        while taken := list(islice(turns, at_once)):
-            if rows := [turn.row for turn in taken if turn.row is not None]:
-                yield table_of(rows)
-
-    def turns(self) -> Iterator[Turn]:
-        """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
-
-        Raises:
-            PackingError: the state is of other logical streams, or of other files.
-        """
         made_from = self.made_from()
-        positions = self.progress(made_from) or dict.fromkeys(self.owned, _START)
+        positions = self.progress(self._state_dict, made_from) or dict.fromkeys(self.owned, START)
         if missing := sorted(set(self.owned) - positions.keys()):
             raise PackingError(
                 f"state_dict: expected the states of the logical streams {self.owned}, got a state without "
@@ -122,6 +110,17 @@ class PackedExamples(StatefulExamples):
             )
         positions = {stream: positions[stream] for stream in self.owned}
         self._state_dict[STATE] = (*made_from, positions)
+        turns, at_once = self.turns(positions), 1 if one_row else _ROWS_AT_ONCE
+        while taken := list(islice(turns, at_once)):
+            if rows := [turn.row for turn in taken if turn.row is not None]:
+                yield pa.concat_tables(rows).combine_chunks()  # each piece of a column would take time
+
+    def turns(self, positions: dict[int, Any]) -> Iterator[Turn]:
+        """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
+
+        Args:
+            positions: how far each of the owned logical streams has come; updated with every turn.
+        """
         shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams) if self.streams else [None]
         rows = {stream: self._rows(stream, shares[stream], *at) for stream, (_, *at) in positions.items()}
         turn, left = min((turns for turns, *_ in positions.values()), default=0), set(rows)
@@ -144,7 +143,7 @@ class PackedExamples(StatefulExamples):
 
     def _rows(
         self, stream: int, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[Row | None, Window, int]]:
+    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
         """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
         if not self.streams:
             return self.packing.rows(self.ex_iterable, None, window, rows_out)
@@ -157,7 +156,7 @@ class PackedExamples(StatefulExamples):
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
         if not positions:  # the state is of an epoch that has not begun, which any stream may read
             return {STATE: None}
-        at = {stream: positions.get(stream, _START) for stream in range(self.streams)}
+        at = {stream: positions.get(stream, START) for stream in range(self.streams)}
         return {STATE: (*self.made_from(), at)}
 
     def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
@@ -166,9 +165,7 @@ class PackedExamples(StatefulExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        examples = self.changed()
-        examples.load_state_dict(state)
-        saved = examples.progress(self.made_from()) or {}
+        saved = self.progress(state, self.made_from()) or {}
         return {stream: position for stream, position in saved.items() if position[0]}
 
 

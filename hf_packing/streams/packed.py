@@ -1,17 +1,17 @@
 """Pack a stream window by window: read documents, plan them, and yield rows with the place at which to go on.
 
 A window has `window_packs` packs, or more if these have few documents. The emptiest packs of a window are not made:
-their documents wait for the next window, at most four times. The rows depend only on the documents in their order, the
+their documents wait for the next window, at most 32 times. The rows depend only on the documents in their order, the
 strategy and `window_packs`. The place in the stream is the start of the window and the number of rows that are out: a
 resumed stream reads and plans its window again, and passes over the rows that are out.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, islice
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import datasets
 import numpy as np
@@ -49,26 +49,6 @@ Window = dict[str, Any]
 """The start of a window, as plain values and bytes from which its rows can be made again; see `_start_of_window`."""
 
 
-class Row(NamedTuple):
-    """One of the rows that were made together."""
-
-    block: pa.Table
-    number: int
-
-    @property
-    def table(self) -> pa.Table:
-        return self.block.slice(self.number, 1)
-
-
-def table_of(rows: Sequence[Row]) -> pa.Table:
-    """Return rows as a table. Rows that follow each other in a block stay one piece, since each piece takes time."""
-    pieces = []
-    for _, run in groupby(enumerate(rows), key=lambda each: (id(each[1].block), each[1].number - each[0])):
-        (_, (block, first)), *others = run
-        pieces.append(block.slice(first, 1 + len(others)))
-    return pa.concat_tables(pieces)
-
-
 @dataclass(frozen=True)
 class StreamPacking:
     """The way in which the rows of a packed stream are made."""
@@ -98,7 +78,7 @@ class StreamPacking:
 
     def rows(
         self, examples: upstream.Examples, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[Row | None, Window, int]]:
+    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
         """Yield the rows of a stream, or of a share of its shards, from a place on.
 
         Args:
@@ -108,8 +88,8 @@ class StreamPacking:
             rows_out: the number of rows of this window that are out.
 
         Yields:
-            A row, the start of its window, and the number of rows of the window that are then out. At the end, None in
-            place of the row.
+            A row, as a table of one, the start of its window, and the number of the window's rows that are then out. At
+            the end, None in place of the row.
         """
         if window is None:
             window = _start_of_window(self.schema.empty_table(), np.zeros(0, np.int8), START, 0, Counter())
@@ -117,7 +97,7 @@ class StreamPacking:
         while not reader.ended:
             columns, plan, following = self._plan(reader, window)
             blocks = (rows.table for rows in self.packing.blocks(columns, plan, _TOKENS_AT_ONCE))
-            made = (Row(block, number) for block in blocks for number in range(block.num_rows))
+            made = (block.slice(number, 1) for block in blocks for number in range(block.num_rows))
             for number, row in enumerate(islice(made, rows_out, None), start=rows_out + 1):
                 yield row, window, number
             window, rows_out = following, 0
@@ -150,7 +130,7 @@ class StreamPacking:
                 labels.check_some_left("strategy", self.strategy)
         age = np.concatenate([np.frombuffer(window["age"], np.int8), np.zeros(new.num_rows, np.int8)])
         if not reader.ended:
-            plan, waits = choose_waiting(planned, age, size)
+            waits = choose_waiting(planned, age, size)
         made = plan.take_packs(self.order(plan, np.flatnonzero(~waits), counts["packs"]))
         counts.update(
             documents=new.num_rows,

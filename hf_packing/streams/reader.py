@@ -15,7 +15,6 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from fsspec.core import url_to_fs
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS
@@ -24,6 +23,7 @@ from hf_packing.files import size_and_version
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
+    TokenColumn,
     columns_left_out,
     find_token_columns,
     is_token_type,
@@ -248,10 +248,9 @@ class DocumentReader:
         return taken
 
 
-def lengths_of(documents: pa.Table) -> npt.NDArray[np.int64]:
+def lengths_of(documents: pa.Table) -> IntArray:
     """Return the number of tokens in each document, int64 [documents]."""
-    lengths: npt.NDArray[Any] = pc.fill_null(pc.list_value_length(documents.column(INPUT_IDS)), 0).to_numpy()
-    return lengths.astype(np.int64)
+    return TokenColumn(INPUT_IDS, documents.column(INPUT_IDS)).length
 
 
 def _documents(table: pa.Table, wanted: npt.NDArray[np.bool_], schema: pa.Schema) -> pa.Table:

@@ -18,7 +18,7 @@ from hf_packing.streams.reader import fingerprint_of_files
 STATE = "packed"
 """The key of the tuple in the state of a stream."""
 
-_FORMAT = 5
+_FORMAT = 6
 """The version of the layout of saved states. A state of another version is refused."""
 
 
@@ -59,19 +59,20 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
         """Return the facts that the rows depend on, besides the documents; a saved state begins with them."""
         return _FORMAT, str(self), fingerprint_of_files(self)
 
-    def progress(self, made_from: tuple[int, str, str]) -> Any:
-        """Return how far the stream has come, according to its state; None if it has not begun.
+    def progress(self, state: dict[str, Any], made_from: tuple[int, str, str]) -> Any:
+        """Return how far the stream has come, according to a state; None if it has not begun.
 
         Args:
+            state: the state.
             made_from: what `made_from()` has returned.
 
         Raises:
             PackingError: the state has another format, or its rows were made from something else.
         """
-        if self._state_dict[STATE] is None:
+        if state[STATE] is None:
             return None
         _, made_of_now, files_now = made_from
-        version, *saved = self._state_dict[STATE]
+        version, *saved = state[STATE]
         if version != _FORMAT:
             raise PackingError(
                 f"state_dict: expected the state of a stream in format {_FORMAT}, got format {version!r}; go on "

@@ -40,7 +40,7 @@ from hf_packing.sampling.rows import Row, trees_of_documents
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
-from hf_packing.streams.logical import PackedExamples, Position, Turn, warn_of_reading
+from hf_packing.streams.logical import START, PackedExamples, Position, Turn, warn_of_reading
 from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import StreamPacking
 from hf_packing.streams.reader import fingerprint_of_files, open_source
@@ -341,16 +341,13 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         streams, size = self.streams, self.rows_per_batch
-        state = streams.state_at(self.positions)
         if (info := get_worker_info()) is not None and info.num_workers > 1:
             # torch takes micro-batches from the workers in turn, beginning with worker 0
             batches_done = sum(turns for turns, *_ in self.positions.values()) // size
             first = (info.id + batches_done) % info.num_workers
             mine = range(first * size, len(streams.owned), info.num_workers * size)
             streams = streams.changed(owned=tuple(each for at in mine for each in streams.owned[at : at + size]))
-        streams = streams.changed()
-        streams.load_state_dict(state)
-        turns = _without_end(streams)
+        turns = _without_end(streams, {stream: self.positions.get(stream, START) for stream in streams.owned})
         while True:
             yield self._joined(list(islice(turns, size)))
 
@@ -367,17 +364,13 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
         return MicroBatch(self.collate(rows) if rows else None, positions, ended, of_sources)
 
 
-def _without_end(streams: PackedExamples) -> Iterator[Turn]:
-    """Yield turns, and then turns of ended logical streams, without an end."""
-    last = {}
-    for turn in streams.turns():
-        last[turn.stream] = turn
-        yield turn
+def _without_end(streams: PackedExamples, positions: dict[int, Position]) -> Iterator[Turn]:
+    """Yield turns from some positions on, and then turns of ended logical streams, without an end."""
+    yield from streams.turns(positions)
     while True:
-        for stream in streams.owned:
-            turns_so_far, window, rows_out = last[stream].position
-            last[stream] = Turn(stream, None, (turns_so_far + 1, window, rows_out))
-            yield last[stream]
+        for stream, (turns_so_far, window, rows_out) in positions.items():
+            positions[stream] = turns_so_far + 1, window, rows_out
+            yield Turn(stream, None, positions[stream])
 
 
 def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:

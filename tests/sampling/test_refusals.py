@@ -66,7 +66,10 @@ REFUSED = [
     (lambda: hfp.TokenBudget(8, max_ranks_per_document=0), "max_ranks_per_document: expected an integer from 1 to"),
     (lambda: hfp.TokenBudget(2**30, max_ranks_per_document=2), "max_ranks_per_document: .* from 1 to 1, got 2"),
     (lambda: hfp.TokenBudget(8, max_ranks_per_document=2, max_patches=9), "max_ranks_per_document: .* max_patches=9"),
-    (lambda: hfp.TokenBudget(8, max_ranks_per_document=2, share_prefixes=True), "max_ranks.* share_prefixes=16, got 2"),
+    (
+        lambda: hfp.TokenBudget(8, max_ranks_per_document=2, share_prefixes=True),
+        "max_ranks.* share_prefixes=True, got 2",
+    ),
     (lambda: hfp.TokenBudget(8, max_ranks_per_document=2, max_documents=9), "max_ranks_per_doc.* max_documents=9"),
     (plan(hfp.TokenBudget(8, max_ranks_per_document=3), documents(3)), "max_ranks_per_document: .* 4 ranks .* got 3"),
     (

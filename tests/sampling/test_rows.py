@@ -94,18 +94,18 @@ def test_tokens_are_in_the_memory_of_the_table_and_not_in_a_pickled_copy(tmp_pat
     assert np.shares_memory(values, dataset.data.table.column("a").chunk(0).values.to_numpy())
     assert not values.flags.writeable
     datasets.Dataset.from_dict({"input_ids": [[1] * 9] * 9999 + [[3]]}).save_to_disk(tmp_path / "rows")
-    stored = sampled(datasets.load_from_disk(tmp_path / "rows"), hfp.TokenBudget(9))._stored
-    pickled = pickle.dumps(stored)
-    assert len(pickled) < 9999
-    assert pickle.loads(pickled).read([9999])[0]["input_ids"].tolist() == [3]
+    rows = sampled(datasets.load_from_disk(tmp_path / "rows"), hfp.TokenBudget(9))
+    assert rows[9999]["input_ids"].tolist() == [3]
+    assert len(pickle.dumps(rows)) - len(pickle.dumps(rows.sampler)) < 9999
+    assert pickle.loads(pickle.dumps(rows))[9999]["input_ids"].tolist() == [3]
 
 
 @pytest.mark.parametrize("column", [[["a"], ["b"]], [[[[1]]], [[[2]]]], [1, 2]], ids=str)
 def test_columns_without_lists_of_numbers_are_left_to_the_dataset(column):
     dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2]], "b": column})
     sampler = RankBatchSampler(hfp.TokenBudget(9), sizes_of(dataset))
-    assert SampledRows(dataset, sampler)._stored is not None
-    assert SampledRows(dataset, sampler, more=["b"])._stored is None
+    assert SampledRows(dataset, sampler)._in_table is not None
+    assert SampledRows(dataset, sampler, more=["b"])._in_table is None
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.list_(pa.int64())), pa.list_(pa.list_(pa.int32(), 2))], ids=str)
@@ -255,7 +255,7 @@ def tables(draw, columns, fixed=False):
 
 def batches(dataset, batching, world_size, rank, direct):
     rows = SampledRows(dataset, RankBatchSampler(batching, sizes_of(dataset), world_size, rank))
-    assert (rows._stored is not None) is direct
+    assert (rows._in_table is not None) is direct
     return list(torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator()))
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tiers import fast_only
 
 import hf_packing as hfp
+from hf_packing.streams.logical import START
 from hf_packing.streams.reader import equal_shares
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves|reads):UserWarning")
@@ -51,7 +52,10 @@ def test_shares_are_equal_and_have_every_part_once(sizes, shares):
 def turns_of(packed, rank=0, ranks=1):
     """The turns of the logical streams of a rank: (number of the stream, row or None)."""
     examples = packed._ex_iterable.shard_data_sources(ranks, rank, contiguous=False)
-    return [(turn.stream, None if turn.row is None else turn.row.table.to_pylist()[0]) for turn in examples.turns()]
+    return [
+        (turn.stream, None if turn.row is None else turn.row.to_pylist()[0])
+        for turn in examples.turns(dict.fromkeys(examples.owned, START))
+    ]
 
 
 def in_turn(turns_of_ranks, streams):

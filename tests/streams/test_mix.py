@@ -30,13 +30,20 @@ def source_of(document) -> int:
     return document["input_ids"][0] // 1000
 
 
+def differences(documents):
+    """The tokens of each document, by source, and how far off all so far are from their shares, both [documents, 3]."""
+    by_source = np.zeros((len(documents), 3))
+    by_source[np.arange(len(documents)), [source_of(each) for each in documents]] = [
+        len(each["input_ids"]) for each in documents
+    ]
+    so_far = by_source.cumsum(0)
+    return by_source, so_far - np.array(list(SHARES.values())) * so_far.sum(1, keepdims=True)
+
+
 def test_shares_of_tokens():
     documents, shares = list(hfp.mix(sources(), SHARES)), np.array(list(SHARES.values()))
-    lengths = np.array([len(each["input_ids"]) for each in documents])
-    by_source = np.zeros((len(documents), 3))
-    by_source[np.arange(len(documents)), [source_of(each) for each in documents]] = lengths
-    so_far = by_source.cumsum(0)
-    off = so_far - shares * so_far.sum(1, keepdims=True)
+    by_source, off = differences(documents)
+    lengths = by_source.sum(1)
     assert np.abs(off).max() <= lengths.max()
     weight = lengths / lengths.sum()  # of each document, the middle counts
     middle = off - by_source / 2 + shares * lengths[:, None] / 2
@@ -44,6 +51,15 @@ def test_shares_of_tokens():
     drawn = list(interleave_datasets(list(sources().values()), probabilities=list(shares), seed=0))
     long = sum(len(each["input_ids"]) for each in drawn if source_of(each) == 2)
     assert abs(long / sum(len(each["input_ids"]) for each in drawn) - 0.2) > 0.3  # by documents, the long ones get most
+
+
+def test_shares_of_pieces():
+    shards = {name: Dataset.from_list([*made]).to_iterable_dataset(8) for name, made in sources().items()}
+    longest = max(len(each["input_ids"]) for made in sources().values() for each in made)
+    for number in range(4):
+        by_source, off = differences(list(hfp.mix(shards, SHARES, stopping_strategy="all_exhausted").shard(4, number)))
+        assert by_source.sum() > 3 * longest
+        assert np.abs(off).max() <= longest
 
 
 def test_columns_of_sources_and_epochs():
@@ -68,21 +84,6 @@ def test_columns_of_sources_and_epochs():
     assert (max(seen.values()), min(seen.values())) == (5, 1)
     rows = list(hfp.pack(mixed, hfp.BestFit(16)))
     assert {epoch for row in rows for epoch in row["source_epoch"]} == set(range(5))
-
-
-def test_trainable_tokens_count():
-    def documents(number, trained):
-        labels = [number] * trained + [-100] * (10 - trained)
-        return Dataset.from_dict({"input_ids": [[number] * 10] * 300, "labels": [labels] * 300})
-
-    made = {"all": documents(1, 10), "few": documents(2, 1)}
-    for count, ratio in (("tokens", 1), ("trainable", 10)):
-        numbers = Counter(each["input_ids"][0] for each in hfp.mix(made, {"all": 1, "few": 1}, count=count).take(220))
-        assert numbers[2] / numbers[1] == pytest.approx(ratio, rel=0.1)
-    masks = [[1] * 5 + [0] * 5] * 300
-    made = {name: each.remove_columns("labels").add_column("completion_mask", masks) for name, each in made.items()}
-    numbers = Counter(each["input_ids"][0] for each in hfp.mix(made, {"all": 3, "few": 1}, count="trainable").take(200))
-    assert numbers == {1: 150, 2: 50}
 
 
 def test_ends_of_sources_that_may_be_read_again():
@@ -121,32 +122,27 @@ def test_a_mixture_of_mixtures():
     check_resumed(mixed, rows, [21])
 
 
-LABELED = datasets.Features(dict.fromkeys(("input_ids", "labels"), datasets.List(datasets.Value("int32"))))
+LISTS = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
 
 
-def labeled(number, labels, shards=3):
-    columns = {"input_ids": [[number] * len(each) for each in labels], "labels": labels}
-    return Dataset.from_dict(columns, features=LABELED).to_iterable_dataset(shards)
+def stream(documents, shards=3):
+    return Dataset.from_dict({"input_ids": documents}, features=LISTS).to_iterable_dataset(shards)
 
 
 @pytest.mark.parametrize("how", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
 @pytest.mark.parametrize("streams", [None, 3])
-def test_a_source_of_which_nothing_counts(how, streams):
-    good, even = labeled(1, [[1] * 5] * 90), {"a": 1, "b": 1}
-    for bad, count, number in (
-        (labeled(2, [[]] * 3).filter(lambda _: False), "tokens", 0),
-        (labeled(2, [[]] * 12), "tokens", 12),
-        (labeled(2, [[-100] * 5] * 12), "trainable", 12),
-    ):
-        mixed = hfp.mix({"a": good, "b": bad}, even, count=count, stopping_strategy=how)
+def test_a_source_without_tokens(how, streams):
+    good, even = stream([[1] * 5] * 90), {"a": 1, "b": 1}
+    for bad, number in ((stream([[]] * 3).filter(lambda _: False), 0), (stream([[]] * 12), 12)):
+        mixed = hfp.mix({"a": good, "b": bad}, even, stopping_strategy=how)
         with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: .* got {number} documents"):
             list(mixed if streams is None else hfp.pack(mixed, hfp.BestFit(16), streams=streams))
-    late = labeled(2, [[-100] * 5] * 20 + [[2] * 5] * 20, shards=1)
-    mixed = hfp.mix({"a": good, "b": late}, even, count="trainable", stopping_strategy=how)
-    numbers = [each["input_ids"][0] for each in mixed]
-    assert numbers[:40].count(2) == 20  # nothing counts of these, but others have their turns
-    assert numbers[40:60].count(2) == 20  # so that the source catches up
-    assert how == "all_exhausted" or numbers[60:].count(2) == 0
+    late = stream([[]] * 20 + [[2] * 5] * 20, shards=1)
+    mixed = hfp.mix({"a": good, "b": late}, even, stopping_strategy=how)
+    numbers = [sum(each["input_ids"][:1]) for each in mixed]
+    assert numbers[:20] == [0] * 20 or numbers[1:21] == [0] * 20
+    assert sorted(numbers[20:60]) == [1] * 20 + [2] * 20
+    assert how == "all_exhausted" or 2 not in numbers[60:]
 
 
 @pytest.mark.parametrize("shards", [1, 3])

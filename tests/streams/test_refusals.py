@@ -16,8 +16,6 @@ from hf_packing.streams import state as state_module
 pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves|reads):UserWarning")
 
 FEW = make_documents(3)
-MASKS = [[1] * 4] * 700 + [[1] * 3] + [[1] * 4] * 9
-UNEVEN_MASKS = Dataset.from_dict({"input_ids": [[1] * 4] * 710, "completion_mask": MASKS})
 A, B = Dataset.from_dict({"input_ids": [[1]]}), Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]})
 
 
@@ -64,10 +62,6 @@ REFUSED = {
     r"streams\['a'\]: .* column 'source'": lambda: mix({"a": A.add_column("source", [[1]])}),
     r"streams\['a'\]: .* column 'source_epoch'": lambda: mix({"a": A.add_column("source_epoch", [[1]])}),
     r"streams\['a'\]: .* shuffle buffer": lambda: mix({"a": A.to_iterable_dataset().shuffle(seed=1)}),
-    r"streams\['a'\]: column 'completion_mask': .* row 1 has 3 for 4 input_ids.* from document 699 of": lambda: list(
-        mix({"a": UNEVEN_MASKS}, count="trainable")
-    ),
-    "count": lambda: mix({"a": A}, count="words"),
     "stopping_strategy": lambda: mix({"a": A}, stopping_strategy="never"),
     "seed": lambda: mix({"a": A}, seed=-1),
 }
