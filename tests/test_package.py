@@ -327,7 +327,7 @@ def test_batches_of_a_map():
     seen = []
     datasets.Dataset.from_dict({"input_ids": [[1]]}).map(lambda batch: seen.append(batch.pa_table), batched=True)
     assert isinstance(seen[0], pa.Table)
-    # rows.map_batch: without their names a row passes for a batch, without keys_to_format a change is lost.
+    # rows.map_batch: without their classes a row passes for a batch, without keys_to_format a change is lost.
     seen = []
     dataset = datasets.Dataset.from_dict({"input_ids": [[1]]})
     for batched in (False, True):

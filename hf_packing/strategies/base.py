@@ -84,11 +84,11 @@ class Strategy(ABC):
     """Base class of strategies. A strategy decides which documents share a pack, and packs a batch of rows when called.
 
     Use a strategy as in `dataset.map(strategy, batched=True)`, or call the strategy with a batch of rows: a dict of
-    lists, a dict of arrays, a pyarrow Table or a data frame. The call returns one row for each pack, with the int32
-    columns `input_ids`, `labels`, `position_ids` and `seq_lengths`. If packs have several capacities, a column `bucket`
-    has the capacity of each pack. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch
-    is a Table or a data frame, and otherwise as a dict. Each batch is planned separately, so larger batches need less
-    padding; `hf_packing.pack` plans over the whole dataset.
+    lists or of arrays, or a pyarrow Table. The call returns one row for each pack, with the int32 columns `input_ids`,
+    `labels`, `position_ids` and `seq_lengths`. If packs have several capacities, a column `bucket` has the capacity of
+    each pack. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch is a Table, and
+    otherwise as a dict of lists. Each batch is planned separately, so larger batches need less padding;
+    `hf_packing.pack` plans over the whole dataset.
     """
 
     package_version: str = field(default_factory=_package_version, init=False, repr=False)

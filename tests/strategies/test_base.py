@@ -74,8 +74,7 @@ def test_the_same_rows_in_every_form(strategy):
     assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
     assert packed[:] == lists
     arrays = strategy({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
-    assert [array.tolist() for array in arrays["labels"]] == lists["labels"]
-    assert {array.dtype for name in ("input_ids", "labels") for array in arrays[name]} == {np.dtype("int32")}
+    assert arrays == {name: lists[name] for name in lists if name != "weights"}
 
 
 def test_map_is_cached_by_version(tmp_path, monkeypatch):
@@ -161,9 +160,6 @@ def test_rows_of_buckets_carry_their_capacity(strategy, monkeypatch):
     lists = strategy(BATCH)
     assert set(lists["bucket"]) == set(strategy.bucket_lengths)
     assert all(len(row) <= bucket for row, bucket in zip(lists["input_ids"], lists["bucket"], strict=True))
-    arrays = strategy({"input_ids": [np.array(row, dtype=int) for row in BATCH["input_ids"]]})
-    assert isinstance(arrays["bucket"], np.ndarray)
-    assert arrays["bucket"].dtype == np.int32
     documents = Dataset.from_dict({"input_ids": BATCH["input_ids"]})
     with pytest.warns(UserWarning, match="skips 1 document "):
         packed = hfp.pack(documents, strategy)
