@@ -64,7 +64,6 @@ FLOORS = [
 
 UPWARD = {
     ("strategies/base.py", "hf_packing.rows.map_batch"),  # a strategy is called by `datasets.map`
-    ("strategies/compare.py", "hf_packing.trees.find"),
     ("rows/pack.py", "hf_packing.streams.logical"),
 }
 """What a function imports from a floor above, when it is called."""

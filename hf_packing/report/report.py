@@ -73,7 +73,6 @@ def packing_report(
     padded_rows: int = 16,
     linear_cost: float = LINEAR_COST,
     source: str = "",
-    documents: Any = None,
 ) -> PackingReport:
     """Compare packing strategies on documents of the given lengths, and recommend one of the strategies.
 
@@ -89,9 +88,6 @@ def packing_report(
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
             of tokens; by default the value for a model of width 2048.
         source: path or name of the dataset, for the title of the report.
-        documents: a Dataset with input_ids, or a list with the tokens of each of the first documents, in which to look
-            for shared prefixes: the report then says how much smaller the data would become with share_prefixes=True.
-            Only the first 8 million tokens are read. None to look for none.
 
     Returns:
         PackingReport: the compared strategies, the recommendation, and a method to save an HTML page.
@@ -105,9 +101,7 @@ def packing_report(
         >>> report.recommendation.strategy
         'BestFit(2048)'
     """
-    if documents is None and hasattr(lengths, "column_names"):
-        documents = lengths
-    lengths = read_lengths(lengths)
+    given, lengths = lengths, read_lengths(lengths)
     filled = lengths[lengths > 0]  # empty documents are left out of all shares
     if not len(filled):
         raise PackingError(f"lengths: expected documents with tokens, but all {len(lengths)} documents are empty")
@@ -124,9 +118,7 @@ def packing_report(
     padded = tuple(by_length.values())
     rows = tuple(ReportRow(row, by_length[row.strategy.largest_capacity], *packed) for row, packed in found)
     report = PackingReport(summary, setup, padded, rows, _recommend(summary, padded, rows), source)
-    if documents is None:
-        return report
-    return replace(report, shared=measure_shared_prefixes(documents, report.taken.max_length, len(lengths)))
+    return replace(report, shared=measure_shared_prefixes(given, report.taken.max_length))
 
 
 def _usual_strategies(max_length: Any) -> list[Strategy]:

@@ -112,8 +112,8 @@ def test_lengths_are_those_of_a_dataset_or_of_a_column(monkeypatch):
         (documents.with_format("torch"), lengths),
     ):
         assert hfp.plan_packing(dataset, hfp.BestFit(8)).document_length.tolist() == expected
-    advice = [hfp.packing_report(each, 8).recommendation for each in (documents, lengths)]
-    assert str(advice[0]) == str(advice[1])
+    kinds = (documents, documents.to_iterable_dataset(), lengths)
+    assert len({str(hfp.packing_report(each, 8).recommendation) for each in kinds}) == 1
     for read, limit in ((hfp.plan_packing, hfp.BestFit(8)), (hfp.packing_report, 8)):
         with pytest.raises(hfp.PackingError, match="column 'seq_lengths': expected documents that are not packed yet"):
             read(Dataset.from_dict({"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]}), limit)
