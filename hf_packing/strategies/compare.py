@@ -58,10 +58,9 @@ def name_of(strategy: Strategy) -> str:
 
     The first argument is always included. Other arguments are included if their value is not the default.
     """
-    first, *others = sorted((field for field in fields(strategy) if field.init), key=lambda each: bool(each.kw_only))
-    values = [(field, getattr(strategy, field.name)) for field in others]
-    changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
-    return f"{type(strategy).__name__}({', '.join([repr(getattr(strategy, first.name)), *changed])})"
+    first, *others = ((each.name, getattr(strategy, each.name), each.default) for each in fields(strategy) if each.init)
+    changed = [f"{name}={value!r}" for name, value, default in others if value != default]
+    return f"{type(strategy).__name__}({', '.join([repr(first[1]), *changed])})"
 
 
 class Comparison(tuple[ComparedStrategy, ...]):
@@ -141,7 +140,7 @@ def compare_plans(
 
 
 def _document_limit(row: ComparedStrategy) -> float:
-    return row.strategy.most_documents or np.inf
+    return row.strategy.max_documents or np.inf
 
 
 _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")
