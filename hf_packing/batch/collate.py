@@ -22,7 +22,7 @@ from hf_packing.batch.segments import (
     fill_up,
     lengths_in_column,
 )
-from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
+from hf_packing.batch.trees import MARKS_OF_TREES, check_tree_row, collate_trees
 from hf_packing.checks import check_whole_number, check_whole_numbers, refuse_alignment
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -137,8 +137,8 @@ class PackingCollator:
             raise PackingError(
                 f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
             )
-        may_be_trees = not set().union(*rows).isdisjoint(TREE_COLUMNS)
-        batch = self._batch_of_trees(rows) if may_be_trees and any(map(is_tree_row, rows)) else self._flat_batch(rows)
+        are_trees = not MARKS_OF_TREES.isdisjoint(set().union(*rows))
+        batch = self._batch_of_trees(rows) if are_trees else self._flat_batch(rows)
         return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
 
     def _batch_of_trees(self, rows: Sequence[Row]) -> dict[str, Any]:

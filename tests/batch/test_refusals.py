@@ -136,8 +136,10 @@ def test_other_rows_of_trees():
     for name in TREE:
         rest = {other: values for other, values in TREE.items() if other != name}
         refused(f"^column '{name}': expected this column in row 1, .*remove_unused_columns", [TREE, rest])
-    for left in (["segment_lengths", "parents"], ["parents"], ["ends"], ["tree_labels"]):  # what Trainer leaves
+    for left in (["segment_lengths", "parents"], ["tree_labels"]):  # what Trainer leaves
         refused("^column 'tree_input_ids': expected this column in row 0, a row", [{name: TREE[name] for name in left}])
+    for left in ("parents", "ends", "trained"):
+        refused("^column 'input_ids': expected this column in every row", [{left: TREE[left]}])
     for kept in (["tree_labels"], ["segment_lengths", "parents"]):
         renamed = {"input_ids": TREE["tree_input_ids"], **{name: TREE[name] for name in kept}}
         refused("^column 'input_ids': expected no such column in row 0, .*trees", [renamed])
