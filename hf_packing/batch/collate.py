@@ -44,7 +44,7 @@ from hf_packing.columns import (
     find_unmasked_label,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 
 Row = Mapping[str, Any]
 """One row of a dataset, as a mapping from column name to value."""
@@ -168,13 +168,10 @@ class PackingCollator:
         labels = _labels_of(rows, tokens)
         if not self.keep_first_labels:
             labels[begin] = IGNORED_LABEL
-        position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
-        position_ids -= np.repeat(begin, lengths)
-        _check_positions(rows, tokens, position_ids)
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
-            POSITION_IDS: torch.from_numpy(position_ids[None].astype(np.int64)),
+            POSITION_IDS: torch.from_numpy(indices_in_ranges(0, lengths)[None]),
             **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
             **dict.fromkeys(MAX_LENGTHS, LongestSegment(int(lengths.max()), lengths.tolist())),
             SEQ_IDX: torch.from_numpy(np.repeat(_number_segments(rows, tokens, begin), lengths)[None]),
@@ -307,8 +304,7 @@ def numbers_in(values: Any) -> npt.NDArray[Any] | None:
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
-    A row without tokens has no segments; any other row without segment columns is one segment. Positions are only read
-    in rows without another segment column; `_check_positions` checks them.
+    A row without tokens has no segments; any other row without segment columns is one segment.
 
     Raises:
         PackingError: the columns of a row disagree.
@@ -330,32 +326,13 @@ def _segments_of_row(row: Row, tokens: int, number: int) -> IntArray:
     first, *others = found
     lengths = lengths_in_column(first, read_integers(first, row, number), tokens, number)
     for other in others:
-        if other != POSITION_IDS:
-            same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
-            if not np.array_equal(lengths, same):
-                raise PackingError(
-                    f"column {other!r}: expected segments of lengths {lengths.tolist()} in row {number}, as in "
-                    f"column {first!r}, got lengths {same.tolist()}; remove the wrong column"
-                )
+        same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
+        if not np.array_equal(lengths, same):
+            raise PackingError(
+                f"column {other!r}: expected segments of lengths {lengths.tolist()} in row {number}, as in column "
+                f"{first!r}, got lengths {same.tolist()}; remove the wrong column"
+            )
     return lengths
-
-
-def _check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
-    """Raise PackingError unless position_ids, in rows that have this column, are the expected ones, int32 [tokens]."""
-    end = 0
-    for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-        begin, end = end, end + len(ids)
-        if POSITION_IDS in row:
-            given, expected = read_integers(POSITION_IDS, row, number), position_ids[begin:end]
-            check_length(POSITION_IDS, given, len(ids), number)
-            if (wrong := given != expected).any():
-                token = int(wrong.argmax())
-                raise PackingError(
-                    "column 'position_ids': expected positions that restart at 0 at every segment, such as "
-                    f"{expected[token]} at token {token} of row {number}, got {given[token]}. Remove the column, and "
-                    "give the length of every segment in the column 'seq_lengths'; the collator then computes the "
-                    "positions"
-                )
 
 
 class WorkerBatch(dict[str, Any]):

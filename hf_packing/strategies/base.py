@@ -148,13 +148,7 @@ class Strategy(_Arguments, ABC):
         """Return the strategy with a seed of its own for a purpose, such as a window of a stream, if it has a seed."""
         return self if self.seed is None else replace(self, seed=derive_seed(self.seed, purpose))  # type: ignore[call-arg]
 
-    def __call__(self, batch: Any, *others: Any, **options: Any) -> Any:
-        if others or options:
-            given = ", ".join([*(type(other).__name__ for other in others), *options])
-            raise PackingError(
-                f"batch: expected no arguments besides the batch, got {given}; call map without the arguments "
-                "with_indices, with_rank, input_columns and fn_kwargs"
-            )
+    def __call__(self, batch: Any) -> Any:
         from hf_packing.rows.map_batch import pack_batch
 
         return pack_batch(batch, self)
