@@ -25,7 +25,7 @@ def test_report(capsys, tmp_path, data, tokenizer, monkeypatch):
     assert "take BestFit(16)" in printed
     assert f"written: {page}" in printed
     assert page.is_file()
-    assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill", "ranks"))
+    assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill"))
     # Lengths may be given twice and in any order.
     given = ["report", data, "--tokenizer", tokenizer, "--max-length", "32", "16", "32", "--json"]
     assert main([*given, "--strategy", "multipack", "bucket"]) == 0
