@@ -66,9 +66,7 @@ def pack_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, positio
         for name, values in of_tokens.items()
     }
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
-    # without labels and masks, all tokens have labels but the first of each segment
-    trained = len(labels) - len(length) if first_labels is None else int(np.count_nonzero(labels != IGNORED_LABEL))
-    return Rows(pa.table(arrays), first_labels, trained)
+    return Rows(pa.table(arrays), first_labels, int(np.count_nonzero(labels != IGNORED_LABEL)))
 
 
 def read_labels(

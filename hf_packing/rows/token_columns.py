@@ -90,9 +90,6 @@ class TokenColumn:
     def _slices(self, pieces: Pieces) -> list[npt.NDArray[Any]]:
         begin = self._begin[pieces.document] + pieces.start
         bounds = zip(begin.tolist(), (begin + pieces.length).tolist(), strict=True)
-        if len(self._values) == 1:
-            values = self._values[0]
-            return [values[a:b] for a, b in bounds]
         chunks = self._chunk[pieces.document].tolist()
         return [self._values[chunk][a:b] for chunk, (a, b) in zip(chunks, bounds, strict=True)]
 

@@ -95,16 +95,13 @@ class Relaxation:
     """True if the solution is optimal or close to optimal; False if the time ran out."""
 
 
-def generate_columns(
-    problem: Problem, start: IntArray, deadline: float, progress: Callable[[str], None]
-) -> tuple[Relaxation | None, Duals]:
+def generate_columns(problem: Problem, start: IntArray, deadline: float) -> tuple[Relaxation | None, Duals]:
     """Solve the packing problem by column generation, where numbers of packs may be fractions.
 
     Args:
         problem: the packing problem.
         start: integers [slots, columns]: columns to start with. Each slot must occur in at least one of these columns.
         deadline: value of `time.monotonic()` at which the search stops, in seconds.
-        progress: function that is called with a line of text in each round.
 
     Returns:
         The last solution, or None if the time was too short for a solution; and the best lower bound on packs, with the
@@ -123,7 +120,6 @@ def generate_columns(
         rounds += 1
         packs, objective = packs / scale, objective / scale
         solution = Relaxation(columns, packs, objective, rounds, finished=True)
-        progress(f"round {rounds}: {objective:,.0f} packs before rounding, lower bound {duals.bound:,.0f}")
         gap = _CLOSE_ENOUGH * objective if problem.grouped else 0
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals

@@ -120,14 +120,12 @@ def compare_plans(
     if not chosen:
         raise PackingError("strategies: expected at least one strategy, got none")
     found, problems = [], []
-    with tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
-        for strategy in progress:
-            progress.set_postfix_str(type(strategy).__name__)
-            began = time.perf_counter()
-            plan = strategy.plan_lengths(lengths)
-            seconds = time.perf_counter() - began
-            found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
-            problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
+    for strategy in tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None):
+        began = time.perf_counter()
+        plan = strategy.plan_lengths(lengths)
+        seconds = time.perf_counter() - began
+        found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
+        problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
     bounded = []
     for (row, measured), problem in zip(found, problems, strict=True):
         valid = [
