@@ -41,7 +41,7 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
     TREE_INPUT_IDS,
-    find_unmasked_label,
+    apply_loss_masks,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
@@ -186,25 +186,22 @@ def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     Raises:
         PackingError: a loss mask is not applied to the labels, so that masked tokens would be trained on.
     """
-    names = set().union(*rows)
-    same = LABELS not in names or all(row.get(LABELS) is row[INPUT_IDS] for row in rows)  # lists are not read again
-    labels = tokens if same else _read_column(LABELS, rows)
-    joined = np.concatenate(tokens, dtype=np.int64, casting="unsafe") if same else _join(LABELS, labels, tokens)
-    for number, row in enumerate(() if names.isdisjoint(LOSS_MASKS) else rows):
-        masks = {name: np.asarray(row[name]).ravel() for name in LOSS_MASKS if name in row}
-        for name, mask in masks.items():
+    labels = _read_column(LABELS, rows) if any(LABELS in row for row in rows) else tokens
+    joined = _join(LABELS, labels, tokens)
+    for number, (row, given) in enumerate(zip(rows, labels, strict=True)):
+        for name in [mask for mask in LOSS_MASKS if mask in row]:
             if LABELS not in row:
                 raise PackingError(
                     f"column {name!r}: expected labels that are -100 where the mask is 0, but row {number} has no "
                     "labels; pack() and map(strategy) apply the mask to the labels"
                 )
-            check_length(name, mask, len(labels[number]), number)
-        if found := find_unmasked_label(labels[number], masks):
-            name, token = found
-            raise PackingError(
-                f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row "
-                f"{number} has the label {labels[number][token]}; apply the mask to the labels, or remove the mask"
-            )
+            mask = np.asarray(row[name]).ravel()
+            check_length(name, mask, len(given), number)
+            for token in np.flatnonzero(apply_loss_masks(given, {name: mask}) != given)[:1]:
+                raise PackingError(
+                    f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row "
+                    f"{number} has the label {given[token]}; apply the mask to the labels, or remove the mask"
+                )
     return joined
 
 

@@ -131,14 +131,10 @@ def compare_plans(
         valid = [
             other.metrics.lower_bound
             for (other, _), same in zip(found, problems, strict=True)
-            if same == problem and _document_limit(row) <= _document_limit(other)
+            if same == problem and (row.strategy.max_documents or np.inf) <= (other.strategy.max_documents or np.inf)
         ]
         bounded.append((replace(row, metrics=replace(row.metrics, lower_bound=max(valid))), measured))
     return bounded
-
-
-def _document_limit(row: ComparedStrategy) -> float:
-    return row.strategy.max_documents or np.inf
 
 
 _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")
