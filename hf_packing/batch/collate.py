@@ -210,12 +210,10 @@ def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: Int
 
     `begin` has the index of each segment's first token in the batch.
     """
-    numbers = np.arange(len(begin), dtype=np.int32)
-    if not any(SEQ_IDX in row for row in rows):
-        return numbers
     first_numbers = [next(iter(row.get(SEQ_IDX, ())), 0) for row in rows]
     is_copy = np.repeat(np.array(first_numbers) <= COPIED_SEGMENT, [*map(len, tokens)])[begin]
-    return np.where(is_copy, COPIED_SEGMENT - numbers, np.cumsum(~is_copy) - 1).astype(np.int32)
+    numbers = np.where(is_copy, COPIED_SEGMENT - np.arange(len(begin)), np.cumsum(~is_copy) - 1)
+    return numbers.astype(np.int32)
 
 
 def is_tree_batch(batch: Mapping[str, Any]) -> bool:
@@ -306,17 +304,14 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
     Raises:
         PackingError: the columns of a row disagree.
     """
-    if ATTENTION_MASK in (names := set().union(*rows)):
-        for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-            check_mask(row.get(ATTENTION_MASK, np.ones(len(ids))), len(ids), number)
-    if names.isdisjoint(SEGMENT_COLUMNS):
-        return np.array([len(ids) for ids in tokens if len(ids)], dtype=np.int64)
     numbered = enumerate(zip(rows, tokens, strict=True))
     return np.concatenate([_segments_of_row(row, len(ids), number) for number, (row, ids) in numbered])
 
 
 def _segments_of_row(row: Row, tokens: int, number: int) -> IntArray:
     """Return a row's segment lengths, int64 [segments]; raise PackingError if the row's segment columns disagree."""
+    if ATTENTION_MASK in row:
+        check_mask(row[ATTENTION_MASK], tokens, number)
     found = [name for name in SEGMENT_COLUMNS if name in row]
     if not found:
         return np.array([tokens] if tokens else [], dtype=np.int64)

@@ -18,9 +18,9 @@ from hf_packing.columns import INPUT_IDS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows, arrays_of
+from hf_packing.rows.packed_rows import Rows
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumns, row_numbers, token_columns_of
+from hf_packing.rows.token_columns import TokenColumn, TokenColumns, is_list, row_numbers, token_columns_of
 
 _PACK = "pack"
 _CELL = pa.struct([(_PACK, pa.int64())])
@@ -67,7 +67,13 @@ class DocumentRows:
 
     def read(self, packs: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
         """Return the rows of some packs, as dicts of NumPy arrays."""
-        return rows_of(arrays_of(self.build(packs).table))
+        table, every = self.build(packs).table, np.arange(len(packs))
+        return rows_of(
+            {
+                name: TokenColumn(name, column).read(every) if is_list(column.type) else column.to_numpy()
+                for name, column in zip(table.column_names, table.columns, strict=True)
+            }
+        )
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
         """Return rows with the values of their cells, in the format of the documents; other columns stay as they are.
