@@ -6,8 +6,9 @@ A model isolates documents if changing one document of a packed row never change
 import argparse
 import math
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from transformers.utils import logging
 
 from hf_packing.attention import IsolationReport, check_isolation, patch_model, small_copy_of
-from hf_packing.cli.flags import WIDE, print_json
+from hf_packing.cli.flags import print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
 
@@ -34,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
     """
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    say = (lambda _: None) if given.json else _say_wrapped
+    say: Callable[[str], None] = (lambda _: None) if given.json else partial(print, flush=True)
     try:
         model, checked = _model_named(given)
     except Exception as error:  # of transformers, of the hub or of files
@@ -42,8 +43,7 @@ def run(given: argparse.Namespace) -> int:
             "MODEL: expected a name on the hub, a folder, or an architecture such as llama, of which a model can be "
             f"made, got {given.model!r}: {type(error).__name__}: {reason_of(error)}"
         ) from None
-    if not given.json:
-        print(f"{given.model}: {checked}", flush=True)
+    say(f"{given.model}: {checked}")
     stock, refusal = None, ""
     try:
         stock = check_isolation(model)
@@ -73,12 +73,6 @@ def run(given: argparse.Namespace) -> int:
             }
         )
     return 0 if patched.isolated else 1
-
-
-def _say_wrapped(text: str) -> None:
-    """Print a text in lines of at most WIDE columns, indented except for the first."""
-    lines = [part for line in text.split("\n") for part in wrap(line, WIDE, break_long_words=False)]
-    print("\n  ".join(lines), flush=True)
 
 
 def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:

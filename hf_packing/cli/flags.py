@@ -13,8 +13,6 @@ from hf_packing.errors import PackingError
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
 
 STRATEGIES = tuple(registered_strategies())
-WIDE = 100
-"""Number of terminal columns that the table of a report needs. Text is wrapped to the same width."""
 
 _FLAGS = {
     "text_field": "--field",

@@ -15,9 +15,9 @@ import numpy as np
 
 import hf_packing
 from hf_packing.checks import (
+    SEED_MAX,
     check_choice,
     check_optional_number,
-    check_optional_seed,
     check_whole_number,
     set_fields,
 )
@@ -61,7 +61,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "bucket_lengths": _check_bucket_lengths,
     "overflow": partial(check_choice, "overflow", choices=Overflow),
     "max_documents": partial(check_optional_number, "max_documents"),
-    "seed": check_optional_seed,
+    "seed": partial(check_optional_number, "seed", minimum=0, maximum=SEED_MAX),
 }
 """The arguments that several strategies have, and how they are checked."""
 
@@ -336,9 +336,8 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
     """
     check_strategy(strategy)
     if not isinstance(strategy, CountingStrategy):
-        counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
         raise PackingError(
-            f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
+            "strategy: expected a strategy that needs only counts of lengths, such as BestFit, Optimal or Bucket, got "
             f"{strategy!r}; use plan_packing with this strategy"
         )
     return strategy.plan_counts(counts_of_histogram(check_counts(counts)))

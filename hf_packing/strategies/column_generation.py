@@ -123,7 +123,10 @@ def generate_columns(problem: Problem, start: IntArray, deadline: float) -> tupl
         gap = _CLOSE_ENOUGH * objective if problem.grouped else 0
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals
-        new = _without_known(_improving_columns(problem, duals, value, deadline), columns)
+        new = _improving_columns(problem, duals, value, deadline)
+        # pricing may find a known column again, since the duals are accurate only up to a tolerance
+        known = {column.tobytes() for column in np.ascontiguousarray(columns.T)}
+        new = new[:, [column.tobytes() not in known for column in np.ascontiguousarray(new.T)]]
         if not new.shape[1] and time.monotonic() < deadline:
             return solution, duals
         # columns are removed only if the objective has decreased since the last removal; otherwise the same columns
@@ -186,16 +189,6 @@ def _improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadli
         if better.any() or weight == 0 or time.monotonic() > deadline:
             return np.unique(columns[:, better], axis=1)
         weight = weight / 2 if weight > 0.1 else 0
-
-
-def _without_known(new: IntArray, columns: IntArray) -> IntArray:
-    """Return the columns in `new` that are not in `columns`.
-
-    Pricing may find a known column again, since the duals of the master problem are accurate only up to a tolerance.
-    """
-    known = {column.tobytes() for column in np.ascontiguousarray(columns.T)}
-    fresh = [column.tobytes() not in known for column in np.ascontiguousarray(new.T)]
-    return new[:, fresh]
 
 
 def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tuple[FloatArray, FloatArray, float] | None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from html import escape
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,9 +70,6 @@ class Comparison(tuple[ComparedStrategy, ...]):
 
     def __repr__(self) -> str:
         return aligned([_HEADER, *((*cells_of(row), f"{row.seconds:.2f}") for row in self)])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:

@@ -110,7 +110,8 @@ def _optimal_packs(counts: IntArray, capacity: int, max_documents: int | None, t
     least_of_slots = np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING)
     if least_of_slots >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit, since fewer packs are impossible with {how}")
-    if too_much_work(problem):
+    layers = (problem.max_documents or 0) * problem.capacity  # of a knapsack problem with a limit on documents
+    if layers > _TOO_LARGE or layers * len(slots) > _TOO_MUCH:
         note = f"best fit, since max_documents={max_documents} needs too much time or memory for {how}"
         return Solution(best_fit, bound, note, gave_up=True)
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
@@ -216,17 +217,6 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
     demand = np.bincount(slot_of_length, weights=counts[lengths], minlength=len(slots)).astype(np.float64)
     grouped = len(slots) < len(lengths) or unit > 1
     return slots, Problem(units, demand, room, max_documents, grouped)
-
-
-def too_much_work(problem: Problem) -> bool:
-    """Return True if the knapsack problem of one round of column generation needs too much time or memory.
-
-    This can only happen with a limit on documents per pack.
-    """
-    if problem.max_documents is None:
-        return False
-    layers = problem.max_documents * problem.capacity
-    return layers > _TOO_LARGE or layers * len(problem.slots) > _TOO_MUCH
 
 
 def _spread_slots(counts: IntArray, most: int) -> IntArray:
