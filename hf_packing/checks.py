@@ -28,7 +28,7 @@ OLDEST = {
 """The oldest supported versions of the packages that change what is packed, computed or trained, as in pyproject.toml.
 The tests pass on all of them together."""
 INT32_MAX = 2**31 - 1
-_SEED_MAX = 2**63 - 1
+SEED_MAX = 2**63 - 1
 
 
 def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int = INT32_MAX) -> int:
@@ -63,17 +63,12 @@ class ShowsAlignment:
 
 def check_seed(seed: Any) -> int:
     """Return `seed` as an int, if it is an integer from 0 to 2**63 - 1."""
-    return check_whole_number("seed", seed, minimum=0, maximum=_SEED_MAX)
+    return check_whole_number("seed", seed, minimum=0, maximum=SEED_MAX)
 
 
-def check_optional_seed(seed: Any) -> int | None:
-    """Return `seed` as an int, or None if it is None."""
-    return None if seed is None else check_seed(seed)
-
-
-def check_optional_number(name: str, value: Any) -> int | None:
-    """Return `value` as an int, if it is an integer of at least 1, or None if it is None."""
-    return None if value is None else check_whole_number(name, value)
+def check_optional_number(name: str, value: Any, **limits: int) -> int | None:
+    """Return None if `value` is None; else what `check_whole_number` returns."""
+    return None if value is None else check_whole_number(name, value, **limits)
 
 
 def check_real(name: str, value: Any, minimum: float, maximum: float, what: str = "a number") -> float:

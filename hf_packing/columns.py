@@ -103,27 +103,6 @@ def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[A
     return masked
 
 
-def find_unmasked_label(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[Any]]) -> tuple[str, int] | None:
-    """Find a token that a loss mask excludes from training, although the token's label is not -100.
-
-    Args:
-        labels: integers [tokens].
-        masks: one array [tokens] for each mask, by column name; all values are 0 or 1, as numbers or booleans.
-
-    Returns:
-        The name of the mask and the index of the token; None if no such token exists. If several exist, the first
-        token of the first mask is returned.
-
-    Raises:
-        PackingError: a mask has a value other than 0 and 1.
-    """
-    for name, mask in masks.items():
-        contradicting = np.flatnonzero(apply_loss_masks(labels, {name: mask}) != labels)
-        if len(contradicting):
-            return name, int(contradicting[0])
-    return None
-
-
 def rows_of(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
     """Return the rows of a table, as dicts, given its columns by name."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -53,20 +53,15 @@ def new_folder(folder: Path, prefix: str) -> Iterator[Path]:
 def put_in_place(fresh: Path, folder: Path) -> None:
     """Rename a finished folder to its final path. A folder that exists there is removed."""
     replaced = []
-    while not _try_rename(fresh, folder):
+    while True:
+        try:
+            fresh.rename(folder)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
         replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
         with suppress(FileNotFoundError):  # raised if another process has moved the folder
             folder.rename(replaced[-1] / folder.name)
     for old in replaced:  # removed only now, since removing takes time, and `folder` does not exist until the rename
         shutil.rmtree(old)
-
-
-def _try_rename(fresh: Path, folder: Path) -> bool:
-    """Rename a folder and return True, or return False if a non-empty folder exists at the new path."""
-    try:
-        fresh.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        return False
-    return True

@@ -64,7 +64,6 @@ FLOORS = [
 
 UPWARD = {
     ("strategies/base.py", "hf_packing.rows.map_batch"),  # a strategy is called by `datasets.map`
-    ("strategies/compare.py", "hf_packing.trees.find"),
     ("rows/pack.py", "hf_packing.streams.logical"),
 }
 """What a function imports from a floor above, when it is called."""
@@ -327,7 +326,7 @@ def test_batches_of_a_map():
     seen = []
     datasets.Dataset.from_dict({"input_ids": [[1]]}).map(lambda batch: seen.append(batch.pa_table), batched=True)
     assert isinstance(seen[0], pa.Table)
-    # rows.map_batch: without their names a row passes for a batch, without keys_to_format a change is lost.
+    # rows.map_batch: without their classes a row passes for a batch, without keys_to_format a change is lost.
     seen = []
     dataset = datasets.Dataset.from_dict({"input_ids": [[1]]})
     for batched in (False, True):

@@ -22,7 +22,7 @@ from hf_packing.batch.segments import (
     fill_up,
     lengths_in_column,
 )
-from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
+from hf_packing.batch.trees import MARKS_OF_TREES, check_tree_row, collate_trees
 from hf_packing.checks import check_whole_number, check_whole_numbers, refuse_alignment
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -41,10 +41,10 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
     TREE_INPUT_IDS,
-    find_unmasked_label,
+    apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 
 Row = Mapping[str, Any]
 """One row of a dataset, as a mapping from column name to value."""
@@ -137,8 +137,8 @@ class PackingCollator:
             raise PackingError(
                 f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
             )
-        may_be_trees = not set().union(*rows).isdisjoint(TREE_COLUMNS)
-        batch = self._batch_of_trees(rows) if may_be_trees and any(map(is_tree_row, rows)) else self._flat_batch(rows)
+        are_trees = not MARKS_OF_TREES.isdisjoint(set().union(*rows))
+        batch = self._batch_of_trees(rows) if are_trees else self._flat_batch(rows)
         return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
 
     def _batch_of_trees(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -168,13 +168,10 @@ class PackingCollator:
         labels = _labels_of(rows, tokens)
         if not self.keep_first_labels:
             labels[begin] = IGNORED_LABEL
-        position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
-        position_ids -= np.repeat(begin, lengths)
-        _check_positions(rows, tokens, position_ids)
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
-            POSITION_IDS: torch.from_numpy(position_ids[None].astype(np.int64)),
+            POSITION_IDS: torch.from_numpy(indices_in_ranges(0, lengths)[None]),
             **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
             **dict.fromkeys(MAX_LENGTHS, LongestSegment(int(lengths.max()), lengths.tolist())),
             SEQ_IDX: torch.from_numpy(np.repeat(_number_segments(rows, tokens, begin), lengths)[None]),
@@ -189,25 +186,22 @@ def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     Raises:
         PackingError: a loss mask is not applied to the labels, so that masked tokens would be trained on.
     """
-    names = set().union(*rows)
-    same = LABELS not in names or all(row.get(LABELS) is row[INPUT_IDS] for row in rows)  # lists are not read again
-    labels = tokens if same else _read_column(LABELS, rows)
-    joined = np.concatenate(tokens, dtype=np.int64, casting="unsafe") if same else _join(LABELS, labels, tokens)
-    for number, row in enumerate(() if names.isdisjoint(LOSS_MASKS) else rows):
-        masks = {name: np.asarray(row[name]).ravel() for name in LOSS_MASKS if name in row}
-        for name, mask in masks.items():
+    labels = _read_column(LABELS, rows) if any(LABELS in row for row in rows) else tokens
+    joined = _join(LABELS, labels, tokens)
+    for number, (row, given) in enumerate(zip(rows, labels, strict=True)):
+        for name in [mask for mask in LOSS_MASKS if mask in row]:
             if LABELS not in row:
                 raise PackingError(
                     f"column {name!r}: expected labels that are -100 where the mask is 0, but row {number} has no "
                     "labels; pack() and map(strategy) apply the mask to the labels"
                 )
-            check_length(name, mask, len(labels[number]), number)
-        if found := find_unmasked_label(labels[number], masks):
-            name, token = found
-            raise PackingError(
-                f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row "
-                f"{number} has the label {labels[number][token]}; apply the mask to the labels, or remove the mask"
-            )
+            mask = np.asarray(row[name]).ravel()
+            check_length(name, mask, len(given), number)
+            for token in np.flatnonzero(apply_loss_masks(given, {name: mask}) != given)[:1]:
+                raise PackingError(
+                    f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row "
+                    f"{number} has the label {given[token]}; apply the mask to the labels, or remove the mask"
+                )
     return joined
 
 
@@ -216,12 +210,10 @@ def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: Int
 
     `begin` has the index of each segment's first token in the batch.
     """
-    numbers = np.arange(len(begin), dtype=np.int32)
-    if not any(SEQ_IDX in row for row in rows):
-        return numbers
     first_numbers = [next(iter(row.get(SEQ_IDX, ())), 0) for row in rows]
     is_copy = np.repeat(np.array(first_numbers) <= COPIED_SEGMENT, [*map(len, tokens)])[begin]
-    return np.where(is_copy, COPIED_SEGMENT - numbers, np.cumsum(~is_copy) - 1).astype(np.int32)
+    numbers = np.where(is_copy, COPIED_SEGMENT - np.arange(len(begin)), np.cumsum(~is_copy) - 1)
+    return numbers.astype(np.int32)
 
 
 def is_tree_batch(batch: Mapping[str, Any]) -> bool:
@@ -307,55 +299,32 @@ def numbers_in(values: Any) -> npt.NDArray[Any] | None:
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
-    A row without tokens has no segments; any other row without segment columns is one segment. Positions are only read
-    in rows without another segment column; `_check_positions` checks them.
+    A row without tokens has no segments; any other row without segment columns is one segment.
 
     Raises:
         PackingError: the columns of a row disagree.
     """
-    if ATTENTION_MASK in (names := set().union(*rows)):
-        for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-            check_mask(row.get(ATTENTION_MASK, np.ones(len(ids))), len(ids), number)
-    if names.isdisjoint(SEGMENT_COLUMNS):
-        return np.array([len(ids) for ids in tokens if len(ids)], dtype=np.int64)
     numbered = enumerate(zip(rows, tokens, strict=True))
     return np.concatenate([_segments_of_row(row, len(ids), number) for number, (row, ids) in numbered])
 
 
 def _segments_of_row(row: Row, tokens: int, number: int) -> IntArray:
     """Return a row's segment lengths, int64 [segments]; raise PackingError if the row's segment columns disagree."""
+    if ATTENTION_MASK in row:
+        check_mask(row[ATTENTION_MASK], tokens, number)
     found = [name for name in SEGMENT_COLUMNS if name in row]
     if not found:
         return np.array([tokens] if tokens else [], dtype=np.int64)
     first, *others = found
     lengths = lengths_in_column(first, read_integers(first, row, number), tokens, number)
     for other in others:
-        if other != POSITION_IDS:
-            same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
-            if not np.array_equal(lengths, same):
-                raise PackingError(
-                    f"column {other!r}: expected segments of lengths {lengths.tolist()} in row {number}, as in "
-                    f"column {first!r}, got lengths {same.tolist()}; remove the wrong column"
-                )
+        same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
+        if not np.array_equal(lengths, same):
+            raise PackingError(
+                f"column {other!r}: expected segments of lengths {lengths.tolist()} in row {number}, as in column "
+                f"{first!r}, got lengths {same.tolist()}; remove the wrong column"
+            )
     return lengths
-
-
-def _check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
-    """Raise PackingError unless position_ids, in rows that have this column, are the expected ones, int32 [tokens]."""
-    end = 0
-    for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-        begin, end = end, end + len(ids)
-        if POSITION_IDS in row:
-            given, expected = read_integers(POSITION_IDS, row, number), position_ids[begin:end]
-            check_length(POSITION_IDS, given, len(ids), number)
-            if (wrong := given != expected).any():
-                token = int(wrong.argmax())
-                raise PackingError(
-                    "column 'position_ids': expected positions that restart at 0 at every segment, such as "
-                    f"{expected[token]} at token {token} of row {number}, got {given[token]}. Remove the column, and "
-                    "give the length of every segment in the column 'seq_lengths'; the collator then computes the "
-                    "positions"
-                )
 
 
 class WorkerBatch(dict[str, Any]):

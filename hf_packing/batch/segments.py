@@ -79,8 +79,6 @@ class LongestSegment(DynamicInt):
 def lengths_in_column(name: str, values: IntArray, tokens: int, row: int) -> IntArray:
     """Return a row's segment lengths, int64 [segments], in tokens.
 
-    Of position_ids, only the zeros are read; the collator compares all positions with those that it computes.
-
     Args:
         name: the name of a column in SEGMENT_COLUMNS.
         values: the row's values in this column.
@@ -94,7 +92,15 @@ def lengths_in_column(name: str, values: IntArray, tokens: int, row: int) -> Int
         check_length(name, values, tokens, row)
         begins = np.ones(tokens, dtype=bool)
         begins[1:] = values[1:] == 0 if name == POSITION_IDS else values[1:] != values[:-1]
-        return np.diff(np.flatnonzero(begins), append=tokens)
+        found = np.diff(np.flatnonzero(begins), append=tokens)
+        if name == POSITION_IDS and (wrong := values != (positions := indices_in_ranges(0, found))).any():
+            token = int(wrong.argmax())
+            raise PackingError(
+                "column 'position_ids': expected positions that restart at 0 at every segment, such as "
+                f"{positions[token]} at token {token} of row {row}, got {values[token]}. Remove the column, and give "
+                "the length of every segment in the column 'seq_lengths'; the collator then computes the positions"
+            )
+        return found
     lengths, starts = values.astype(np.int64), [0]
     expected = "positive lengths that add up"
     if name != SEQ_LENGTHS:

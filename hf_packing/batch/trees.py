@@ -35,26 +35,21 @@ from hf_packing.trees.segments import TreeSegments
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
 """Columns of packed rows and documents, which have another meaning or none in a row of trees."""
 
+MARKS_OF_TREES = frozenset((TREE_INPUT_IDS, TREE_LABELS, SEGMENT_LENGTHS))
+"""Columns that only rows of trees have. Documents may have columns `ends`, `parents` or `trained` of their own."""
+
 Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
 """The values of each row, by name of the column."""
 
 
-def is_tree_row(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is a row of trees, perhaps one that has lost some of its columns."""
-    names = row.keys() & set(TREE_COLUMNS)
-    if INPUT_IDS in row:  # a document may have a column `ends` of its own
-        return not names.isdisjoint((TREE_INPUT_IDS, TREE_LABELS)) or {SEGMENT_LENGTHS, PARENTS} <= names
-    return bool(names)
-
-
 def check_tree_row(row: Mapping[str, Any], number: int) -> None:
     """Raise PackingError unless a row has all columns of a row of trees, and none of other rows."""
+    if MARKS_OF_TREES.isdisjoint(row):
+        raise PackingError(
+            f"rows: expected rows of trees only, or none, but row {number} has the columns {', '.join(row)}; put rows "
+            "of trees and other rows in different batches"
+        )
     if other := [name for name in _OF_OTHER_ROWS if name in row]:
-        if not is_tree_row(row):
-            raise PackingError(
-                f"rows: expected rows of trees only, or none, but row {number} has the columns {', '.join(row)}; put "
-                "rows of trees and other rows in different batches"
-            )
         raise PackingError(
             f"column {other[0]!r}: expected no such column in row {number}, which has the columns of a row of trees; "
             f"the tokens of trees are in {TREE_INPUT_IDS!r}, and the collator makes the columns for the model"

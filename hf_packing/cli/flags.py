@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,18 +13,15 @@ from hf_packing.errors import PackingError
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
 
 STRATEGIES = tuple(registered_strategies())
-WIDE = 100
-"""Number of terminal columns that the table of a report needs. Text is wrapped to the same width."""
 
 _FLAGS = {
-    r"^(tokenizer|split|glob|share_prefixes|task)(?=: )": r"--\1",
-    r"^data(?=: )": "DATA",
-    r"\btext_field\b": "--field",
-    r"\bskip_bad(=True)?\b": "--skip-bad",
-    r"\b(train|share)_(on|prefixes)\b": r"--\1-\2",
-    r"\bglob=": "--glob ",
+    "text_field": "--field",
+    "skip_bad=True": "--skip-bad",
+    "train_on": "--train-on",
+    "share_prefixes": "--share-prefixes",
+    "glob=": "--glob ",
 }
-"""Flags of the command by patterns of the Python arguments that they stand for."""
+"""Flags of the command whose names differ from those of the Python arguments that they stand for."""
 
 
 def read_documents(data: str, given: argparse.Namespace, folder: str) -> tuple[Any, list[str]]:
@@ -96,7 +92,7 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
 def in_flags(text: str) -> str:
     """Return an error message with flags of the command in place of Python arguments."""
     for argument, flag in _FLAGS.items():
-        text = re.sub(argument, flag, text)
+        text = text.replace(argument, flag)
     return text
 
 

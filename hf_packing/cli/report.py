@@ -43,11 +43,10 @@ def run(given: argparse.Namespace) -> int:
     if not given.json:
         print(report)
         print_counts(trained, report.lengths.tokens, skipped)
-    written = report.save(given.output) if given.output else []
+    if given.output:
+        report.save(given.output)
     if given.json:
-        facts = {"trained_tokens": trained, "skipped": skipped, "files": [str(file) for file in written]}
-        print_json(report.to_dict() | facts)
-    else:
-        for file in written:
-            print(f"written: {file}")
+        print_json(report.to_dict() | {"trained_tokens": trained, "skipped": skipped})
+    elif given.output:
+        print(f"written: {given.output}")
     return 0

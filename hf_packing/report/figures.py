@@ -68,8 +68,6 @@ class ReportRow:
     """Work of an epoch in which packs of similar cost run at the same time on all ranks, as with TokenBudget."""
     fill: FloatArray
     """float64 [at most 200]: the filled share of packs, from the emptiest pack to the fullest."""
-    attention: FloatArray
-    """float64 [at most 48 steps, ranks]: attention cost of the pack that each rank runs, in the order of the plan."""
 
     @property
     def name(self) -> str:

@@ -105,16 +105,5 @@ def _draw_fill(axes: Any, report: Figures) -> None:
     axes.set(xlabel="packs, emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 
 
-def _draw_ranks(axes: Any, report: Figures) -> None:
-    attention = report.taken.attention
-    relative = attention / attention.mean() if attention.size else attention
-    steps = np.arange(1, len(attention) + 1)
-    largest = relative.max(axis=1)
-    axes.vlines(steps, relative.min(axis=1), largest, color=_FAINT, linewidth=2)
-    axes.plot(steps, largest, ".", color="C1", markersize=5, label="largest rank")
-    axes.plot(steps, relative.mean(axis=1), ".", color="C0", markersize=5, label="mean")
-    axes.set(xlabel="steps, with packs in the order of the plan", ylabel="attention work / mean", ylim=(0, None))
-
-
-PICTURES = {"lengths": _draw_lengths, "fill": _draw_fill, "ranks": _draw_ranks}
+PICTURES = {"lengths": _draw_lengths, "fill": _draw_fill}
 """The functions that draw pictures onto matplotlib axes, by the names of the pictures in page.html."""

@@ -112,21 +112,15 @@ def check_page(path: Path) -> None:
         raise PackingError(f"--output: expected a file in a writable folder, such as report.html, got {str(path)!r}")
 
 
-def save_page(report: Figures, path: Path) -> list[Path]:
-    """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page.
-
-    Returns:
-        The paths of all written files, with the page first.
-    """
+def save_page(report: Figures, path: Path) -> None:
+    """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page."""
     folder = path.with_name(f"{path.stem}-pictures")
-    svgs, images = {}, {}
+    folder.mkdir(parents=True, exist_ok=True)
+    svgs = {}
     for name in PICTURES:
-        svgs[name], images[folder / f"{name}.png"] = picture(report, name)
+        svgs[name], image = picture(report, name)
+        (folder / f"{name}.png").write_bytes(image)
     shown = shown_rows(report)
     not_shown = [row.name for row in report.rows if row not in shown]
     page = fill_template("page.html", report, svgs=svgs, not_shown=not_shown, version=hf_packing.__version__)
-    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
-    for file, image in images.items():
-        file.write_bytes(image)
-    return [path, *images]

@@ -1,6 +1,6 @@
 """`packing_report`: compare packing strategies on document lengths, and recommend one of the strategies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,16 @@ class PackingReport(Figures):
     def _repr_html_(self) -> str:
         return fill_template("notebook.html", self)
 
-    def save(self, path: str | Path) -> list[Path]:
+    def save(self, path: str | Path) -> None:
         """Write an HTML page with pictures, and write the pictures as PNG files into a folder beside the page.
 
         Args:
             path: path of the .html file.
 
-        Returns:
-            The paths of all written files, with the page first.
-
         Raises:
             MissingDependencyError: matplotlib is not installed.
         """
-        return save_page(self, Path(path))
+        save_page(self, Path(path))
 
 
 def packing_report(
@@ -73,7 +70,6 @@ def packing_report(
     padded_rows: int = 16,
     linear_cost: float = LINEAR_COST,
     source: str = "",
-    documents: Any = None,
 ) -> PackingReport:
     """Compare packing strategies on documents of the given lengths, and recommend one of the strategies.
 
@@ -89,9 +85,6 @@ def packing_report(
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
             of tokens; by default the value for a model of width 2048.
         source: path or name of the dataset, for the title of the report.
-        documents: a Dataset with input_ids, or a list with the tokens of each of the first documents, in which to look
-            for shared prefixes: the report then says how much smaller the data would become with share_prefixes=True.
-            Only the first 8 million tokens are read. None to look for none.
 
     Returns:
         PackingReport: the compared strategies, the recommendation, and a method to save an HTML page.
@@ -105,9 +98,7 @@ def packing_report(
         >>> report.recommendation.strategy
         'BestFit(2048)'
     """
-    if documents is None and hasattr(lengths, "column_names"):
-        documents = lengths
-    lengths = read_lengths(lengths)
+    given, lengths = lengths, read_lengths(lengths)
     filled = lengths[lengths > 0]  # empty documents are left out of all shares
     if not len(filled):
         raise PackingError(f"lengths: expected documents with tokens, but all {len(lengths)} documents are empty")
@@ -124,9 +115,7 @@ def packing_report(
     padded = tuple(by_length.values())
     rows = tuple(ReportRow(row, by_length[row.strategy.largest_capacity], *packed) for row, packed in found)
     report = PackingReport(summary, setup, padded, rows, _recommend(summary, padded, rows), source)
-    if documents is None:
-        return report
-    return replace(report, shared=measure_shared_prefixes(documents, report.taken.max_length, len(lengths)))
+    return replace(report, shared=measure_shared_prefixes(given, report.taken.max_length))
 
 
 def _usual_strategies(max_length: Any) -> list[Strategy]:
@@ -151,8 +140,7 @@ def _recommend(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequen
     single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
     enough = min(row.metrics.num_packs for row in single) * (1 + _WORTH_IT)
     best = min((row for row in single if row.metrics.num_packs <= enough), key=_simplicity)
-    reasons = [_gain(best), _cost(lengths, best), *_what_others_would_do(lengths, best, of_length)]
-    return Recommendation(best.name, "; ".join(reasons), best.speed_up)
+    return Recommendation(best.name, f"{_gain(best)}; {_cost(lengths, best)}", best.speed_up)
 
 
 def _row_length(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequence[ReportRow]) -> PaddedRow:
@@ -184,13 +172,10 @@ def _gain(best: ReportRow) -> str:
 
 
 def _cost(lengths: LengthSummary, best: ReportRow) -> str:
-    cut, longer = best.metrics.num_cut_documents, best.padded.cut_documents
+    cut = best.metrics.num_cut_documents
     cuts = f"cuts {cut / lengths.documents:.2%} of the documents" if cut else "cuts no document"
-    if longer:
-        if cut == longer:
-            those = "document that is" if longer == 1 else "documents that are"
-            cuts = f"cuts only the {longer:,} {those} longer than a row"
-        cuts += f" ({_longer_rows(lengths, best.max_length)})"
+    if cut and cut == best.padded.cut_documents:
+        cuts += ", which are longer than a row"
     reasons = f"it {cuts}, leaves {best.metrics.padding_ratio:.2%} of the slots empty"
     gap = best.compared.gap
     if gap == 0:
@@ -199,27 +184,3 @@ def _cost(lengths: LengthSummary, best: ReportRow) -> str:
         share = f"at most {gap:.2%}" if gap >= 0.00005 else "less than 0.01%"  # not 0.00%, since it is above zero
         reasons += f", and needs {share} more packs than the best possible plan for the same pieces of documents"
     return reasons
-
-
-def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
-    """Return a remark that names row lengths with which few documents, or none, would be cut."""
-    longer = lengths.documents - np.cumsum(lengths.counts)
-    few = np.argmax(longer <= _FEW_CUT * lengths.documents)
-    said = f"rows of {lengths.longest:,} tokens would cut no document"
-    return f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents, {said}" if few > max_length else said
-
-
-def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> Iterator[str]:
-    """Yield remarks on the strategy that would cut the most documents, and on the one that would need the most packs.
-
-    Strategies with buckets have small packs on purpose.
-    """
-    worst = max(others, key=lambda row: row.metrics.num_cut_documents)
-    cut = worst.metrics.num_cut_documents
-    if cut > 2 * best.metrics.num_cut_documents + 1:
-        yield f"{worst.name} would cut {cut / lengths.documents:.1%} of the documents"
-    single = [row for row in others if not row.compared.strategy.has_buckets]
-    worst = max(single, key=lambda row: row.metrics.num_packs, default=best)
-    packs = worst.metrics.num_packs
-    if packs > best.metrics.num_packs * (1 + _WORTH_IT):
-        yield f"{worst.name} would need {packs / best.metrics.num_packs - 1:.1%} more packs"

@@ -16,8 +16,6 @@ from hf_packing.sampling.fill import group_by_cost
 FloatArray = npt.NDArray[np.float64]
 _POINTS = 200
 """Number of points on the curve of how full packs are."""
-_STEPS = 48
-"""Number of training steps for which a picture shows the work of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,8 @@ def padded_work(lengths: IntArray, max_length: int, setup: Setup) -> Work:
     return _work_of(len(kept), int(kept.sum()), slots, slots * longest, setup)
 
 
-def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray, FloatArray]:
-    """Return the fields of ReportRow that a plan gives: work, leveled, fill and attention.
+def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray]:
+    """Return the fields of ReportRow that a plan gives: work, leveled and fill.
 
     Every pack is a micro-batch, and unused capacity costs nothing.
     """
@@ -84,7 +82,7 @@ def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray
     fill = tokens / plan.pack_capacity
     if len(fill):
         fill = np.quantile(fill, np.linspace(0, 1, _POINTS), method="lower")
-    return work, leveled, fill, in_rows(attention[: _STEPS * setup.ranks], setup.ranks)
+    return work, leveled, fill
 
 
 def _work_of(documents: int, tokens: int, slots: IntArray, attention: IntArray, setup: Setup) -> Work:

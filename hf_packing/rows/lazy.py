@@ -4,7 +4,6 @@ A dataset of `pack(..., lazy=True)` stores the number of a pack in every cell, a
 Reading a row takes about as long as building it for `pack`: 0.2 ms for 2,048 tokens.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from hf_packing.columns import INPUT_IDS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows, arrays_of
+from hf_packing.rows.packed_rows import Rows
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumns, row_numbers, token_columns_of
+from hf_packing.rows.token_columns import TokenColumn, TokenColumns, is_list, row_numbers, token_columns_of
 
 _PACK = "pack"
 _CELL = pa.struct([(_PACK, pa.int64())])
@@ -67,7 +66,13 @@ class DocumentRows:
 
     def read(self, packs: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
         """Return the rows of some packs, as dicts of NumPy arrays."""
-        return rows_of(arrays_of(self.build(packs).table))
+        table, every = self.build(packs).table, np.arange(len(packs))
+        return rows_of(
+            {
+                name: TokenColumn(name, column).read(every) if is_list(column.type) else column.to_numpy()
+                for name, column in zip(table.column_names, table.columns, strict=True)
+            }
+        )
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
         """Return rows with the values of their cells, in the format of the documents; other columns stay as they are.
@@ -75,7 +80,11 @@ class DocumentRows:
         Raises:
             PackingError: a column of cells was renamed.
         """
-        names = [name for name, values in batch.items() if _are_cells(values)]
+        names = [
+            name
+            for name, values in batch.items()
+            if len(values) > 0 and isinstance(values[0], dict) and values[0].keys() == {_PACK}
+        ]
         if not names:
             return batch
         table = self.build(np.array([cell[_PACK] for cell in batch[names[0]]])).table
@@ -145,7 +154,3 @@ def refuse_cells(dataset: Any) -> None:
             "with_format, concatenate_datasets and load_from_disk lose it: set the format of the documents before pack "
             "and concatenate the documents, or pack with lazy=False"
         )
-
-
-def _are_cells(values: Sequence[Any]) -> bool:
-    return len(values) > 0 and isinstance(values[0], dict) and values[0].keys() == {_PACK}

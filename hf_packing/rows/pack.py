@@ -235,12 +235,10 @@ def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packi
     Rows of trees need none, since trainers cannot take them for documents.
     """
     known = dataset.info
-    description = known.description
+    info = datasets.DatasetInfo(known.description, known.citation, known.homepage, known.license)
     if packing.fewest_shared is None and plan.num_segments > plan.num_packs:
-        description = with_trace(description)
-    return datasets.DatasetInfo(
-        description=description, citation=known.citation, homepage=known.homepage, license=known.license
-    )
+        info.description = with_trace(info.description)
+    return info
 
 
 def _features_of_packed(dataset: datasets.Dataset, names: list[str], rows: Any) -> datasets.Features:

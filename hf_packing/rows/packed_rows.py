@@ -1,6 +1,5 @@
 """Build packed rows from the token columns of documents according to a plan."""
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,9 +65,7 @@ def pack_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, positio
         for name, values in of_tokens.items()
     }
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
-    # without labels and masks, all tokens have labels but the first of each segment
-    trained = len(labels) - len(length) if first_labels is None else int(np.count_nonzero(labels != IGNORED_LABEL))
-    return Rows(pa.table(arrays), first_labels, trained)
+    return Rows(pa.table(arrays), first_labels, int(np.count_nonzero(labels != IGNORED_LABEL)))
 
 
 def read_labels(
@@ -129,16 +126,3 @@ def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False)
     if large or offsets[-1] > _MAX_LIST_VALUES:
         return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
-
-
-def arrays_of(rows: pa.Table) -> dict[str, Any]:
-    """Return the lists of each column as arrays that share its memory; a column of numbers as one array."""
-    arrays: dict[str, Any] = {}
-    for name in rows.column_names:
-        column = rows.column(name).combine_chunks()
-        if pa.types.is_integer(column.type):
-            arrays[name] = column.to_numpy()
-        else:
-            values = column.values.to_numpy(zero_copy_only=False)
-            arrays[name] = [values[begin:end] for begin, end in pairwise(column.offsets.to_numpy().tolist())]
-    return arrays

@@ -42,7 +42,7 @@ class Packing:
         """
         strategy, fewest_shared = check_strategy(strategy), check_fewest_shared(share_prefixes)
         if fewest_shared is not None:
-            strategy.tree_limits()
+            strategy.check_packs_trees()
         return cls(strategy, position_ids, fewest_shared)
 
     def check_names(self, names: Collection[str]) -> None:

@@ -90,9 +90,6 @@ class TokenColumn:
     def _slices(self, pieces: Pieces) -> list[npt.NDArray[Any]]:
         begin = self._begin[pieces.document] + pieces.start
         bounds = zip(begin.tolist(), (begin + pieces.length).tolist(), strict=True)
-        if len(self._values) == 1:
-            values = self._values[0]
-            return [values[a:b] for a, b in bounds]
         chunks = self._chunk[pieces.document].tolist()
         return [self._values[chunk][a:b] for chunk, (a, b) in zip(chunks, bounds, strict=True)]
 
@@ -196,13 +193,13 @@ def rows_of_each_value(dataset: Any) -> list[int]:
     table: pa.Table = dataset.with_format("arrow")[:]
     found: list[tuple[int, int]] = []
     for name in table.column_names:
-        column, rows = table.column(name).combine_chunks(), None
+        column, rows = table.column(name).combine_chunks(), np.arange(table.num_rows)
         if is_list(column.type) and name == LABELS:
             column, rows = column.flatten(), pc.list_parent_indices(column).to_numpy()
         if not pa.types.is_nested(column.type) and pc.count_distinct(column).as_py() <= _FEW_VALUES:
             values = column.dictionary_encode().indices.fill_null(-1).to_numpy()
             _, first, counts = np.unique(values, return_index=True, return_counts=True)
-            found += zip(counts.tolist(), (first if rows is None else rows[first]).tolist(), strict=True)
+            found += zip(counts.tolist(), rows[first].tolist(), strict=True)
     return [row for _, row in sorted(found)]
 
 

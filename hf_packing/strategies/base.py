@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 import hf_packing
 from hf_packing.checks import (
+    SEED_MAX,
     check_choice,
     check_optional_number,
-    check_optional_seed,
     check_whole_number,
     set_fields,
 )
@@ -44,10 +44,6 @@ _ROWS_AT_ONCE = 10_000
 """Rows of a dataset whose lengths are read at once."""
 
 
-def _package_version() -> str:
-    return hf_packing.__version__
-
-
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
     """Return the bucket lengths as a tuple of ints, if they are ascending."""
     if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
@@ -65,33 +61,34 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "bucket_lengths": _check_bucket_lengths,
     "overflow": partial(check_choice, "overflow", choices=Overflow),
     "max_documents": partial(check_optional_number, "max_documents"),
-    "seed": check_optional_seed,
+    "seed": partial(check_optional_number, "seed", minimum=0, maximum=SEED_MAX),
 }
 """The arguments that several strategies have, and how they are checked."""
 
 
-class TreeLimits(NamedTuple):
-    """Limits of a strategy for the trees that it can pack."""
+class _Arguments:
+    """Arguments that only some strategies have, with the values that stand for those of all others."""
 
-    capacity: int
-    """The most tokens that a tree may have, which is the largest capacity of a pack."""
-    overflow: Overflow
-    """Treatment of documents that are longer than a pack, before trees are made."""
+    max_length: int
+    bucket_lengths: Sequence[int]
+    overflow: Overflow = "split"
+    max_documents: int | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
-class Strategy(ABC):
+class Strategy(_Arguments, ABC):
     """Base class of strategies. A strategy decides which documents share a pack, and packs a batch of rows when called.
 
     Use a strategy as in `dataset.map(strategy, batched=True)`, or call the strategy with a batch of rows: a dict of
-    lists, a dict of arrays, a pyarrow Table or a data frame. The call returns one row for each pack, with the int32
-    columns `input_ids`, `labels`, `position_ids` and `seq_lengths`. If packs have several capacities, a column `bucket`
-    has the capacity of each pack. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch
-    is a Table or a data frame, and otherwise as a dict. Each batch is planned separately, so larger batches need less
-    padding; `hf_packing.pack` plans over the whole dataset.
+    lists or of arrays, or a pyarrow Table. The call returns one row for each pack, with the int32 columns `input_ids`,
+    `labels`, `position_ids` and `seq_lengths`. If packs have several capacities, a column `bucket` has the capacity of
+    each pack. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch is a Table, and
+    otherwise as a dict of lists. Each batch is planned separately, so larger batches need less padding;
+    `hf_packing.pack` plans over the whole dataset.
     """
 
-    package_version: str = field(default_factory=_package_version, init=False, repr=False)
+    package_version: str = field(default_factory=lambda: hf_packing.__version__, init=False, repr=False)
     """The version of hf_packing.
 
     `datasets` hashes the fields of a strategy, but not the strategy's code, to find cached results of `map`. Because of
@@ -106,9 +103,8 @@ class Strategy(ABC):
     """True if documents go into packs in their order. In a stream, the last pack then waits until it is full."""
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            if hasattr(self, name):
-                set_fields(self, **{name: check(getattr(self, name))})
+        given = vars(self)
+        set_fields(self, **{name: check(given[name]) for name, check in _CHECKS.items() if name in given})
 
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
@@ -117,30 +113,20 @@ class Strategy(ABC):
     @property
     def largest_capacity(self) -> int:
         """The largest capacity of a pack, in tokens."""
-        return int(self.bucket_lengths[-1] if self.has_buckets else self.max_length)  # type: ignore[attr-defined]
+        return int(self.bucket_lengths[-1] if self.has_buckets else self.max_length)
 
-    @property
-    def most_documents(self) -> int | None:
-        """The most segments in a pack; None for no limit."""
-        return getattr(self, "max_documents", None)
-
-    def tree_limits(self) -> TreeLimits:
-        """Return the size of the largest tree of documents that the strategy can pack, and its treatment of long ones.
-
-        Raises:
-            PackingError: the strategy, or one of its arguments, cannot be used with documents that share prefixes.
-        """
+    def check_packs_trees(self) -> None:
+        """Raise PackingError if the strategy, or one of its arguments, does not suit documents that share prefixes."""
         if not self.keeps_fitting_documents_whole:
             raise PackingError(
                 "strategy: expected a strategy that cuts no document that fits in a pack, such as BestFit, with "
                 f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
             )
-        if self.most_documents is not None:
+        if self.max_documents is not None:
             raise PackingError(
                 "max_documents: expected None with share_prefixes, since strategies do not know how many documents a "
-                f"tree has, got {self.most_documents}"
+                f"tree has, got {self.max_documents}"
             )
-        return TreeLimits(self.largest_capacity, getattr(self, "overflow", "split"))
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         """Plan one window of a stream, with a seed of its own.
@@ -156,20 +142,13 @@ class Strategy(ABC):
         plan = self.with_seed_for(f"window {number}").plan_lengths(lengths)
         if self.fills_one_pack_at_a_time:
             return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
-        return WindowPlan(plan, packs_with_room(plan, self.most_documents))
+        return WindowPlan(plan, packs_with_room(plan, self.max_documents))
 
     def with_seed_for(self: _S, purpose: str) -> _S:
         """Return the strategy with a seed of its own for a purpose, such as a window of a stream, if it has a seed."""
-        seed = getattr(self, "seed", None)
-        return self if seed is None else replace(self, seed=derive_seed(seed, purpose))  # type: ignore[call-arg]
+        return self if self.seed is None else replace(self, seed=derive_seed(self.seed, purpose))  # type: ignore[call-arg]
 
-    def __call__(self, batch: Any, *others: Any, **options: Any) -> Any:
-        if others or options:
-            given = ", ".join([*(type(other).__name__ for other in others), *options])
-            raise PackingError(
-                f"batch: expected no arguments besides the batch, got {given}; call map without the arguments "
-                "with_indices, with_rank, input_columns and fn_kwargs"
-            )
+    def __call__(self, batch: Any) -> Any:
         from hf_packing.rows.map_batch import pack_batch
 
         return pack_batch(batch, self)
@@ -357,9 +336,8 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
     """
     check_strategy(strategy)
     if not isinstance(strategy, CountingStrategy):
-        counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
         raise PackingError(
-            f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
+            "strategy: expected a strategy that needs only counts of lengths, such as BestFit, Optimal or Bucket, got "
             f"{strategy!r}; use plan_packing with this strategy"
         )
     return strategy.plan_counts(counts_of_histogram(check_counts(counts)))

@@ -16,7 +16,7 @@ from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces
 from hf_packing.planning.patterns import Cuts, Patterns, Run, patterns_from_runs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import PatternTable
-from hf_packing.strategies.base import CountingStrategy, Strategy, TreeLimits, register_strategy
+from hf_packing.strategies.base import CountingStrategy, Strategy, register_strategy
 from hf_packing.strategies.sequential import concatenate_and_cut
 
 _BUCKET_LENGTHS = (2048, 4096, 8192, 16384)
@@ -69,13 +69,13 @@ class Bucket(CountingStrategy):
         patterns, cuts = _bucket_packs(counts, self.bucket_lengths, self.padding_threshold)
         return PatternTable(patterns=patterns, cuts=cuts, seed=self.seed)
 
-    def tree_limits(self) -> TreeLimits:
+    def check_packs_trees(self) -> None:
         if self.padding_threshold < 1:
             raise PackingError(
                 "padding_threshold: expected 1 with share_prefixes, since a smaller value cuts documents that fit in a "
                 f"pack, and a tree of documents can be cut only between documents, got {self.padding_threshold}"
             )
-        return super().tree_limits()
+        super().check_packs_trees()
 
 
 @register_strategy
@@ -109,7 +109,7 @@ class BucketByLength(Strategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        return concatenate_and_cut(lengths, tuple(self.bucket_lengths), self.seed)
+        return concatenate_and_cut(lengths, self.bucket_lengths, self.seed)
 
 
 def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_threshold: float) -> tuple[Patterns, Cuts]:

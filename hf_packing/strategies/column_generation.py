@@ -95,16 +95,13 @@ class Relaxation:
     """True if the solution is optimal or close to optimal; False if the time ran out."""
 
 
-def generate_columns(
-    problem: Problem, start: IntArray, deadline: float, progress: Callable[[str], None]
-) -> tuple[Relaxation | None, Duals]:
+def generate_columns(problem: Problem, start: IntArray, deadline: float) -> tuple[Relaxation | None, Duals]:
     """Solve the packing problem by column generation, where numbers of packs may be fractions.
 
     Args:
         problem: the packing problem.
         start: integers [slots, columns]: columns to start with. Each slot must occur in at least one of these columns.
         deadline: value of `time.monotonic()` at which the search stops, in seconds.
-        progress: function that is called with a line of text in each round.
 
     Returns:
         The last solution, or None if the time was too short for a solution; and the best lower bound on packs, with the
@@ -123,11 +120,13 @@ def generate_columns(
         rounds += 1
         packs, objective = packs / scale, objective / scale
         solution = Relaxation(columns, packs, objective, rounds, finished=True)
-        progress(f"round {rounds}: {objective:,.0f} packs before rounding, lower bound {duals.bound:,.0f}")
         gap = _CLOSE_ENOUGH * objective if problem.grouped else 0
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals
-        new = _without_known(_improving_columns(problem, duals, value, deadline), columns)
+        new = _improving_columns(problem, duals, value, deadline)
+        # pricing may find a known column again, since the duals are accurate only up to a tolerance
+        known = {column.tobytes() for column in np.ascontiguousarray(columns.T)}
+        new = new[:, [column.tobytes() not in known for column in np.ascontiguousarray(new.T)]]
         if not new.shape[1] and time.monotonic() < deadline:
             return solution, duals
         # columns are removed only if the objective has decreased since the last removal; otherwise the same columns
@@ -190,16 +189,6 @@ def _improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadli
         if better.any() or weight == 0 or time.monotonic() > deadline:
             return np.unique(columns[:, better], axis=1)
         weight = weight / 2 if weight > 0.1 else 0
-
-
-def _without_known(new: IntArray, columns: IntArray) -> IntArray:
-    """Return the columns in `new` that are not in `columns`.
-
-    Pricing may find a known column again, since the duals of the master problem are accurate only up to a tolerance.
-    """
-    known = {column.tobytes() for column in np.ascontiguousarray(columns.T)}
-    fresh = [column.tobytes() not in known for column in np.ascontiguousarray(new.T)]
-    return new[:, fresh]
 
 
 def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tuple[FloatArray, FloatArray, float] | None:

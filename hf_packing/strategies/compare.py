@@ -1,12 +1,9 @@
 """The function `compare`, which plans the same document lengths with several strategies and compares the plans."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from html import escape
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -16,9 +13,6 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
-
-if TYPE_CHECKING:
-    from hf_packing.trees.find import SharedPrefixes
 
 _Measured = TypeVar("_Measured")
 
@@ -63,10 +57,9 @@ def name_of(strategy: Strategy) -> str:
 
     The first argument is always included. Other arguments are included if their value is not the default.
     """
-    first, *others = sorted((field for field in fields(strategy) if field.init), key=lambda each: bool(each.kw_only))
-    values = [(field, getattr(strategy, field.name)) for field in others]
-    changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
-    return f"{type(strategy).__name__}({', '.join([repr(getattr(strategy, first.name)), *changed])})"
+    first, *others = ((each.name, getattr(strategy, each.name), each.default) for each in fields(strategy) if each.init)
+    changed = [f"{name}={value!r}" for name, value, default in others if value != default]
+    return f"{type(strategy).__name__}({', '.join([repr(first[1]), *changed])})"
 
 
 class Comparison(tuple[ComparedStrategy, ...]):
@@ -75,36 +68,21 @@ class Comparison(tuple[ComparedStrategy, ...]):
     `print` and notebooks show the rows as a table.
     """
 
-    shared: SharedPrefixes | None
-    """How much smaller the documents become if they share prefixes; None if `compare` did not get the documents."""
-
-    def __new__(cls, rows: Iterable[ComparedStrategy], shared: SharedPrefixes | None = None) -> Comparison:
-        comparison = super().__new__(cls, rows)
-        comparison.shared = shared
-        return comparison
-
     def __repr__(self) -> str:
-        table = aligned([_HEADER, *((*cells_of(row), f"{row.seconds:.2f}") for row in self)])
-        return f"{table}\n{self.shared.sentence()}".rstrip() if self.shared else table
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        return aligned([_HEADER, *((*cells_of(row), f"{row.seconds:.2f}") for row in self)])
 
 
-def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = None) -> Comparison:
+def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
     """Plan the same document lengths with several strategies, and return the metrics of all plans.
 
     Args:
-        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array.
+        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array; or a Dataset of documents
+            with `input_ids`.
         strategies: strategies to compare, such as [BestFit(2048), Bucket()].
-        documents: a Dataset with input_ids, or a list with the tokens of each document, in which to look for shared
-            prefixes: the comparison then says how much smaller the data would become with share_prefixes=True. Only the
-            first 8 million tokens are read. None to look for none.
 
     Returns:
         Comparison: a sequence with one ComparedStrategy for each strategy. A ComparedStrategy has the attributes
-        `strategy`, `name`, `metrics`, `seconds`, `gap` and `note`. With documents, the Comparison has an attribute
-        `shared`, with the attributes `ratio` and `documents`.
+        `strategy`, `name`, `metrics`, `seconds`, `gap` and `note`.
 
     Raises:
         PackingError: `lengths` are negative, not integers or not 1-d, `strategies` is empty or has an element that is
@@ -117,13 +95,7 @@ def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = No
         >>> [row.gap for row in hfp.compare(lengths, [hfp.BestFit(30), hfp.Optimal(30)])]
         [0.33333333333333326, 0.0]
     """
-    found = compare_plans(read_lengths(lengths), strategies, lambda _: None)
-    shared = None
-    if documents is not None:
-        from hf_packing.trees.find import measure_shared_prefixes  # trees are above strategies
-
-        shared = measure_shared_prefixes(documents, max(row.strategy.largest_capacity for row, _ in found))
-    return Comparison((row for row, _ in found), shared)
+    return Comparison(row for row, _ in compare_plans(read_lengths(lengths), strategies, lambda _: None))
 
 
 def compare_plans(
@@ -144,27 +116,21 @@ def compare_plans(
     if not chosen:
         raise PackingError("strategies: expected at least one strategy, got none")
     found, problems = [], []
-    with tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
-        for strategy in progress:
-            progress.set_postfix_str(type(strategy).__name__)
-            began = time.perf_counter()
-            plan = strategy.plan_lengths(lengths)
-            seconds = time.perf_counter() - began
-            found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
-            problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
+    for strategy in tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None):
+        began = time.perf_counter()
+        plan = strategy.plan_lengths(lengths)
+        seconds = time.perf_counter() - began
+        found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
+        problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
     bounded = []
     for (row, measured), problem in zip(found, problems, strict=True):
         valid = [
             other.metrics.lower_bound
             for (other, _), same in zip(found, problems, strict=True)
-            if same == problem and _document_limit(row) <= _document_limit(other)
+            if same == problem and (row.strategy.max_documents or np.inf) <= (other.strategy.max_documents or np.inf)
         ]
         bounded.append((replace(row, metrics=replace(row.metrics, lower_bound=max(valid))), measured))
     return bounded
-
-
-def _document_limit(row: ComparedStrategy) -> float:
-    return row.strategy.most_documents or np.inf
 
 
 _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")

@@ -17,7 +17,7 @@ import numpy as np
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges
-from hf_packing.strategies.base import OneCapacity, Solution, TreeLimits, load_scipy_optimize, register_strategy
+from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
 from hf_packing.strategies.column_generation import fill_columns
 
 _SHORT, _WEIGHT_OF_SHORT = 8, 0.09
@@ -81,8 +81,8 @@ class NonNegativeLeastSquares(OneCapacity):
         # the rest goes best-fit into free room or new packs; in the paper, each such document gets a pack of its own
         return Solution(fill_columns(number, columns[1:], slots, counts, capacity, max_documents))
 
-    def tree_limits(self) -> TreeLimits:
-        return TreeLimits(self.max_length, self.overflow)  # max_documents limits the search, and then counts trees
+    def check_packs_trees(self) -> None:
+        """All arguments suit trees: max_documents limits the search, and then counts trees."""
 
 
 def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]:

@@ -3,11 +3,9 @@
 import math
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from tqdm import tqdm
 
 from hf_packing.checks import check_real, set_fields
 from hf_packing.planning.best_fit import best_fit_patterns
@@ -78,22 +76,13 @@ class Optimal(OneCapacity):
         set_fields(self, time_limit=seconds)
 
     def solve(self, counts: IntArray) -> Solution:
-        with tqdm(
-            desc="Optimal", bar_format="{desc}: {postfix} [{elapsed}]", delay=1, leave=False, disable=None
-        ) as bar:
-            found = _optimal_packs(counts, self.max_length, self.max_documents, self.time_limit, bar.set_postfix_str)
+        found = _optimal_packs(counts, self.max_length, self.max_documents, self.time_limit)
         if found.gave_up:
             warnings.warn(f"{self!r} used the packs of a simpler strategy: {found.note}", stacklevel=2)
         return found
 
 
-def _optimal_packs(
-    counts: IntArray,
-    capacity: int,
-    max_documents: int | None,
-    time_limit: float,
-    progress: Callable[[str], None],
-) -> Solution:
+def _optimal_packs(counts: IntArray, capacity: int, max_documents: int | None, time_limit: float) -> Solution:
     """Return the fewest packs that are found within a time limit, but never more packs than best fit needs.
 
     Args:
@@ -101,7 +90,6 @@ def _optimal_packs(
         capacity: capacity of each pack, in tokens.
         max_documents: maximum number of segments in a pack; None for no limit.
         time_limit: maximum time for planning, in seconds.
-        progress: function that is called with a line of text from time to time.
 
     Raises:
         MissingDependencyError: scipy is not installed.
@@ -122,14 +110,15 @@ def _optimal_packs(
     least_of_slots = np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING)
     if least_of_slots >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit, since fewer packs are impossible with {how}")
-    if too_much_work(problem):
+    layers = (problem.max_documents or 0) * problem.capacity  # of a knapsack problem with a limit on documents
+    if layers > _TOO_LARGE or layers * len(slots) > _TOO_MUCH:
         note = f"best fit, since max_documents={max_documents} needs too much time or memory for {how}"
         return Solution(best_fit, bound, note, gave_up=True)
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
     grouped_counts[slots] = problem.demand.astype(np.int64)
     start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)
     until = began + _SHARE_FOR_FRACTIONS * time_limit
-    relaxation, duals = generate_columns(problem, start, until, progress)
+    relaxation, duals = generate_columns(problem, start, until)
     bound = max(bound, _proven_bound(counts, slots, problem, duals))
     if relaxation is None:
         note = f"best fit, since the time limit of {time_limit:g} s was too short for {how}"
@@ -138,7 +127,6 @@ def _optimal_packs(
     def make_packs(packs: IntArray) -> Patterns:
         return fill_columns(packs, relaxation.columns, slots, counts, capacity, max_documents)
 
-    progress(f"rounding to whole packs, lower bound {bound:,}")
     found, to_its_end = dive(relaxation, problem.demand, make_packs, bound, deadline)
     how += f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
     if not (relaxation.finished and to_its_end):
@@ -229,17 +217,6 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
     demand = np.bincount(slot_of_length, weights=counts[lengths], minlength=len(slots)).astype(np.float64)
     grouped = len(slots) < len(lengths) or unit > 1
     return slots, Problem(units, demand, room, max_documents, grouped)
-
-
-def too_much_work(problem: Problem) -> bool:
-    """Return True if the knapsack problem of one round of column generation needs too much time or memory.
-
-    This can only happen with a limit on documents per pack.
-    """
-    if problem.max_documents is None:
-        return False
-    layers = problem.max_documents * problem.capacity
-    return layers > _TOO_LARGE or layers * len(problem.slots) > _TOO_MUCH
 
 
 def _spread_slots(counts: IntArray, most: int) -> IntArray:

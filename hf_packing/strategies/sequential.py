@@ -167,25 +167,15 @@ class FirstCome(Strategy):
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         pieces = cut_to_pieces(lengths, self.max_length, self.overflow)
-        pieces = pieces.take(_arrival(pieces.length, self.order, self.seed))
+        if self.order != "dataset":
+            turn = random_order(len(pieces.length), self.seed, "documents")
+            if self.order == "longest_first":
+                turn = turn[sort_by_length(pieces.length[turn])[::-1]]
+            pieces = pieces.take(turn)
         first = _first_of_each_pack(pieces.length, self.max_length, self.max_documents or len(pieces.length))
         bound = -(-len(pieces.length) // self.max_documents) if self.max_documents else 0
         capacity = np.full(len(first), self.max_length)
         return _plan_pieces(lengths, pieces, np.append(first, len(pieces.length)), capacity, self.seed, bound)
-
-
-def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
-    """Return the indices of pieces of documents in the order in which the pieces are packed, int64 [pieces].
-
-    Args:
-        length: integers [pieces]: length of each piece, in tokens.
-        order: argument `order` of FirstCome.
-        seed: seed for shuffling the pieces; None for no shuffling.
-    """
-    if order == "dataset":
-        return np.arange(len(length))
-    turn = random_order(len(length), seed, "documents")
-    return turn if order == "random" else turn[sort_by_length(length[turn])[::-1]]
 
 
 def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:

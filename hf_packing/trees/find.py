@@ -10,18 +10,16 @@ token once. Labels are the exception: a row says for each document which tokens 
 only where they are neither -100 nor the token itself.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, check_are_documents
-from hf_packing.errors import PackingError
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.planning.lengths import (
     IntArray,
     Pieces,
@@ -33,7 +31,6 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.rows.packed_rows import as_int32, read_labels
 from hf_packing.rows.token_columns import (
-    TokenColumn,
     TokenColumns,
     blocks_of_rows,
     column_of_values,
@@ -318,38 +315,22 @@ class SharedPrefixes:
         return f"documents share prefixes: with share_prefixes=True, {gain}{source}"
 
 
-def measure_shared_prefixes(documents: Any, max_length: int, num_documents: int | None = None) -> SharedPrefixes:
+def measure_shared_prefixes(documents: Any, max_length: int) -> SharedPrefixes | None:
     """Measure how many times smaller documents become if they share prefixes of at least 16 tokens.
 
     Only tokens are compared: neither labels nor other columns, which may split prefixes.
 
     Args:
-        documents: a Dataset with input_ids, or a list with the tokens of each document.
+        documents: a Dataset with input_ids; of anything else, such as lengths, nothing is known.
         max_length: capacity of a row in tokens. Longer documents are cut, and trees of documents that are larger.
-        num_documents: the number of all documents, if `documents` are only the first ones.
-
-    Raises:
-        PackingError: `documents` are something else.
     """
-    columns = _columns_of(documents)
+    if not isinstance(documents, datasets.Dataset):
+        return None
+    columns = find_token_columns(documents.data.table.select([INPUT_IDS]), row_numbers(documents))
     lengths = check_lengths(columns[INPUT_IDS].length)
     first = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), MEASURED_TOKENS)))
     pieces = cut_to_pieces(lengths[:first], max_length, "split")
     forest = cut_large_trees(find_trees(columns, pieces, FEWEST_SHARED).forest, max_length)
     tokens, unique = int(forest.length.sum()), int(forest.sizes.sum())
     measured = min(first, len(lengths))
-    return SharedPrefixes(tokens / unique if unique else 1.0, measured, measured < (num_documents or len(lengths)))
-
-
-def _columns_of(documents: Any) -> TokenColumns:
-    known = sys.modules.get("datasets")  # whoever has a Dataset has imported it
-    if known is not None and isinstance(documents, known.Dataset):
-        check_are_documents(documents.column_names)
-        return find_token_columns(documents.data.table.select([INPUT_IDS]), row_numbers(documents))
-    try:
-        column = pa.array([np.asarray(document) for document in documents], pa.list_(pa.int32()))
-    except (ValueError, TypeError) as error:
-        raise PackingError(
-            f"documents: expected a Dataset with input_ids, or a list of lists of tokens, got the error: {error}"
-        ) from error
-    return {INPUT_IDS: TokenColumn(INPUT_IDS, pa.chunked_array([column]))}
+    return SharedPrefixes(tokens / unique if unique else 1.0, measured, measured < len(lengths))

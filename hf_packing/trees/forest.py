@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from hf_packing.checks import check_whole_number
-from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, check_lengths, indices_in_groups, offsets_of, sums_of
 from hf_packing.planning.plan import PackingPlan
 
@@ -147,13 +146,7 @@ def check_fewest_shared(share_prefixes: Any) -> int | None:
         return None
     if share_prefixes is True:
         return FEWEST_SHARED
-    try:
-        return check_whole_number("share_prefixes", share_prefixes)
-    except PackingError:
-        raise PackingError(
-            "share_prefixes: expected False, True, or the fewest tokens to share as an integer of at least 1, got "
-            f"{share_prefixes!r}"
-        ) from None
+    return check_whole_number("share_prefixes", share_prefixes)
 
 
 def plan_forest(

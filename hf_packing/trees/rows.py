@@ -54,9 +54,9 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
     Returns:
         The plan, and by the name of a column, how many shared prefixes ended early because values in it differ.
     """
-    capacity, overflow = strategy.tree_limits()
+    capacity = strategy.largest_capacity
     lengths = check_lengths(columns[INPUT_IDS].length)
-    pieces = cut_to_pieces(lengths, capacity, overflow)
+    pieces = cut_to_pieces(lengths, capacity, strategy.overflow)
     found = find_trees(columns, pieces, fewest)
     return plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits
 

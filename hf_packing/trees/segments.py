@@ -91,8 +91,6 @@ class TreeSegments:
     @cached_property
     def depths(self) -> Places:
         """int64 [segments]: the number of tokens above each segment."""
-        if not self.has_branches:
-            return np.zeros(len(self.lengths), dtype=np.int64)
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
@@ -124,8 +122,6 @@ class TreeSegments:
     @cached_property
     def leaves(self) -> tuple[int, ...]:
         """The segments that have nothing below them, ascending."""
-        if not self.has_branches:
-            return tuple(range(len(self.lengths)))
         return tuple(segment for segment, end in enumerate(self.ends_below) if end == segment + 1)
 
     def segments_of(self, segment: int) -> list[int]:
@@ -176,8 +172,6 @@ def _check(lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntArray,
             f"column {PARENTS!r}: expected one parent for each of the {len(lengths)} segments in {SEGMENT_LENGTHS}, "
             f"got {len(parents)}{where}"
         )
-    if min(parents, default=-1) == max(parents, default=-1) == -1 and min(lengths, default=1) > 0:  # packed rows
-        return
     path: list[int] = []  # the segments from the last root down to the segment before
     for segment, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
         if length < 1:

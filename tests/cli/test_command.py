@@ -25,7 +25,7 @@ def test_report(capsys, tmp_path, data, tokenizer, monkeypatch):
     assert "take BestFit(16)" in printed
     assert f"written: {page}" in printed
     assert page.is_file()
-    assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill", "ranks"))
+    assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill"))
     # Lengths may be given twice and in any order.
     given = ["report", data, "--tokenizer", tokenizer, "--max-length", "32", "16", "32", "--json"]
     assert main([*given, "--strategy", "multipack", "bucket"]) == 0
@@ -86,8 +86,8 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["report", "{folder}/none.jsonl"], "DATA: expected a file, a folder or a dataset's name"),
-        (["report", "{data}"], "--tokenizer: expected one for documents with text, got none"),
+        (["report", "{folder}/none.jsonl"], "data: expected a file, a folder or a dataset's name"),
+        (["report", "{data}"], "tokenizer: expected one for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
         (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "fields text; --field names the field"),
         (
@@ -108,7 +108,7 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
             "--max-length: expected a single number",
         ),
         (["pack", "{data}", "{data}", "--output", "{folder}/out"], "DATA"),
-        (["pack", "{data}", "--output", "{folder}/out", "--task", "4/3"], "--task"),
+        (["pack", "{data}", "--output", "{folder}/out", "--task", "4/3"], "task: expected"),
         (["pack", "{data}", "--output", "{folder}/out", "--workers", "1", "--overwrite"], "--overwrite"),
         (["check", "nobody/nothing"], "MODEL: expected a name on the hub, a folder, or an architecture such as llama"),
     ],
@@ -289,5 +289,5 @@ def test_documents_without_tokens_are_refused(capsys, tmp_path, tokenizer):
         (tmp_path / "a.jsonl").write_text(text)
         given = ["pack", str(tmp_path / "a.jsonl"), "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
         assert main(given) == 2
-        assert "error: DATA: expected documents with tokens, got none" in capsys.readouterr().err
+        assert "error: data: expected documents with tokens, got none" in capsys.readouterr().err
     assert not (tmp_path / "packed").exists()

@@ -54,7 +54,7 @@ def test_counts_that_a_strategy_cannot_plan():
     in_order = set(strategy_classes()) - set(strategy_classes(CountingStrategy))
     assert len(in_order) >= 4
     for strategy in in_order:
-        with pytest.raises(hfp.PackingError, match=r"that needs only counts of lengths \(BestFit, .* got "):
+        with pytest.raises(hfp.PackingError, match=r"that needs only counts of lengths, .* got "):
             hfp.plan_counts([0, 1], made_for(8, strategy))
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
         hfp.plan_counts([0, 1], "best fit")

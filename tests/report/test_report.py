@@ -42,7 +42,7 @@ def test_work_of_packs(lengths, ranks, linear):
     plan = hfp.plan_packing(lengths, hfp.BestFit(50))
     packs = np.split(plan.segment_length.astype(int), plan.pack_offsets[1:-1])
     tokens, time = slowest([(sum(pack), sum(linear * n + n * n for n in pack)) for pack in packs], ranks)
-    work, leveled, *_ = packed_work(plan, Setup(ranks, 1, linear))
+    work, leveled, _ = packed_work(plan, Setup(ranks, 1, linear))
     assert (work.tokens, work.slots, work.steps) == (tokens, tokens, -(-len(packs) // ranks))
     assert work.time == pytest.approx(time)
     assert leveled.time <= time * (1 + 1e-12)
@@ -76,7 +76,7 @@ def test_figures_are_those_of_compare_and_speed_up_is_time_per_real_token(chat):
     (row,) = report.rows
     setup = Setup(4, 8, LINEAR_COST)
     before = padded_work(chat, 4096, setup)
-    _, after, *_ = packed_work(hfp.plan_packing(chat, hfp.BestFit(4096)), setup)
+    _, after, _ = packed_work(hfp.plan_packing(chat, hfp.BestFit(4096)), setup)
     assert row.speed_up == pytest.approx((before.time / before.tokens) / (after.time / after.tokens))
     assert row.speed_up > 1.5
     assert row.leveled.balance > row.work.balance
@@ -166,8 +166,6 @@ def test_the_recommendation_names_its_gain_and_rows_as_long_as_documents_need(ch
     assert speed_up > 1.5
     assert reason.startswith(f"it is about {speed_up:.1f} times as fast as padding to at most 4,096 tokens (counted")
     assert report.to_dict()["recommendation"]["speed_up"] == speed_up
-    assert "FirstCome(4096) would need" in reason
-    assert "Bucket" not in reason
     equal = hfp.packing_report(EQUAL, 512, padded_rows=1).recommendation.reason
     assert equal.startswith("it is about as fast as padding to at most 512 tokens, since there is little to save")
     shares = {length: chat[chat > length].sum() / chat.sum() for length in (2048, 4096, 8192)}
@@ -176,19 +174,9 @@ def test_the_recommendation_names_its_gain_and_rows_as_long_as_documents_need(ch
     assert taken.strategy == "BestFit(8192)"
     assert (chat > 8192).sum() == 0
     assert "it cuts no document" in taken.reason
-    assert "FixedLength(8192) would cut" in taken.reason
     short = hfp.packing_report(chat, [1024]).recommendation
     assert short.strategy == "BestFit(1024)"
-    assert f"it cuts only the {(chat > 1024).sum():,} documents that are longer than a row" in short.reason
-    # Those that would cut one document in a hundred, and those that would cut none.
-    said = hfp.packing_report(chat, [1024]).recommendation.reason
-    few, none = [int(each.replace(",", "")) for each in re.findall(r"rows of ([\d,]+) ", said)]
-    assert (chat > few).mean() <= 0.01 < (chat > few - 1).mean()
-    assert none == chat.max()
-    assert f"longer than a row (rows of {few:,} tokens would cut 1% of the documents, rows of {none:,} tokens" in said
-    said = hfp.packing_report(chat, [int(np.percentile(chat, 99.5))]).recommendation.reason
-    assert f"longer than a row (rows of {chat.max():,} tokens would cut no document)" in said
-    assert "rows of" not in hfp.packing_report(chat, [16384]).recommendation.reason
+    assert f"it cuts {(chat > 1024).mean():.2%} of the documents, which are longer than a row" in short.reason
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,14 @@ def test_processes(documents, form):
 @pytest.mark.parametrize(
     ("options", "given"),
     [
-        ({"with_indices": True}, "no arguments besides the batch, got list; call map without"),
-        ({"input_columns": ["input_ids", "labels"]}, "no arguments besides the batch, got list; call map without"),
-        ({"fn_kwargs": {"max_length": 8}}, "no arguments besides the batch, got max_length; call map without"),
-        ({"input_columns": "input_ids"}, "a mapping of .* got list; .* do not set input_columns"),
+        ({"with_indices": True}, "takes 2 positional arguments"),
+        ({"input_columns": ["input_ids", "labels"]}, "takes 2 positional arguments"),
+        ({"fn_kwargs": {"max_length": 8}}, "unexpected keyword argument 'max_length'"),
+        ({"input_columns": "input_ids"}, "expected a mapping of .* got list; .* do not set input_columns"),
     ],
 )
 def test_arguments_of_map_that_a_strategy_does_not_take(documents, options, given):
-    with pytest.raises(hfp.PackingError, match=f"expected {given}"):
+    with pytest.raises((TypeError, hfp.PackingError), match=given):
         documents.map(STRATEGY, batched=True, **options)
 
 

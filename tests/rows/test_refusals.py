@@ -141,7 +141,7 @@ def test_columns_that_would_be_made_or_left_out_instead(name, values):
             way()
 
 
-@pytest.mark.parametrize("row", [np.array([1, 2]), np.int64(3), 3, [1, 2]])
+@pytest.mark.parametrize("row", [np.array([1, 2]), [1, 2]])
 def test_a_single_row(row):
     with pytest.raises(hfp.PackingError, match="batch: .* got a single row"):
         STRATEGY({"input_ids": row})

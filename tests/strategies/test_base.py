@@ -74,8 +74,7 @@ def test_the_same_rows_in_every_form(strategy):
     assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
     assert packed[:] == lists
     arrays = strategy({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
-    assert [array.tolist() for array in arrays["labels"]] == lists["labels"]
-    assert {array.dtype for name in ("input_ids", "labels") for array in arrays[name]} == {np.dtype("int32")}
+    assert arrays == {name: lists[name] for name in lists if name != "weights"}
 
 
 def test_map_is_cached_by_version(tmp_path, monkeypatch):
@@ -113,8 +112,8 @@ def test_lengths_are_those_of_a_dataset_or_of_a_column(monkeypatch):
         (documents.with_format("torch"), lengths),
     ):
         assert hfp.plan_packing(dataset, hfp.BestFit(8)).document_length.tolist() == expected
-    advice = [hfp.packing_report(each, 8).recommendation for each in (documents, lengths)]
-    assert str(advice[0]) == str(advice[1])
+    kinds = (documents, documents.to_iterable_dataset(), lengths)
+    assert len({str(hfp.packing_report(each, 8).recommendation) for each in kinds}) == 1
     for read, limit in ((hfp.plan_packing, hfp.BestFit(8)), (hfp.packing_report, 8)):
         with pytest.raises(hfp.PackingError, match="column 'seq_lengths': expected documents that are not packed yet"):
             read(Dataset.from_dict({"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]}), limit)
@@ -161,9 +160,6 @@ def test_rows_of_buckets_carry_their_capacity(strategy, monkeypatch):
     lists = strategy(BATCH)
     assert set(lists["bucket"]) == set(strategy.bucket_lengths)
     assert all(len(row) <= bucket for row, bucket in zip(lists["input_ids"], lists["bucket"], strict=True))
-    arrays = strategy({"input_ids": [np.array(row, dtype=int) for row in BATCH["input_ids"]]})
-    assert isinstance(arrays["bucket"], np.ndarray)
-    assert arrays["bucket"].dtype == np.int32
     documents = Dataset.from_dict({"input_ids": BATCH["input_ids"]})
     with pytest.warns(UserWarning, match="skips 1 document "):
         packed = hfp.pack(documents, strategy)

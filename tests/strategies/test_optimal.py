@@ -136,7 +136,7 @@ def test_what_slots_prove_holds_for_the_documents(case):
     assert tokens[-1] >= max(lengths)
     deadline = time.monotonic() + 60
     start = np.eye(len(tokens), dtype=int)
-    relaxation, duals = generate_columns(problem, start, deadline, [].append)
+    relaxation, duals = generate_columns(problem, start, deadline)
     assert relaxation is not None
     assert relaxation.finished
     assert duals.bound <= relaxation.objective + 1e-6
