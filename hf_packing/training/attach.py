@@ -22,6 +22,7 @@ from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.sizes import check_map_style
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
 from hf_packing.training.checks import check_trainer, classes_of_trl
+from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
@@ -30,7 +31,6 @@ from hf_packing.training.sources import warn_of_columns_left_out
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.trainer import PackedTrainer, StreamTrainer, UnpaddedTrainer, WholeRowTrainer
-from hf_packing.training.whole_rows import UNITS
 from hf_packing.trees.forest import check_fewest_shared
 
 _PICTURES = {"image", "images", "pixel_values"}

@@ -22,6 +22,7 @@ from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.first_batch import FirstBatchProof
+from hf_packing.training.loss_unit import find_loss_unit
 from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.models import (
@@ -32,7 +33,7 @@ from hf_packing.training.models import (
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_counts import Predictions, StepCounts
-from hf_packing.training.whole_rows import WholeRows, find_loss_unit, pixels_per_patch_of, sizes_of_rows
+from hf_packing.training.whole_rows import WholeRows, pixels_per_patch_of, sizes_of_rows
 
 TEST_DATASET = "test_dataset"
 """The name of the dataset of predict() in messages."""

@@ -34,6 +34,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.sampling.rows import trees_of_documents
 from hf_packing.sampling.token_budget import longest_segment
+from hf_packing.training.loss_unit import CheckedRows
 from hf_packing.training.losses import (
     COUNTS,
     Batch,
@@ -50,7 +51,7 @@ from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Source
 from hf_packing.training.step import StepCase, StepReport, prove_step
 from hf_packing.training.step_counts import StepCounts
-from hf_packing.training.whole_rows import CheckedRows, collate_rows, read_rows
+from hf_packing.training.whole_rows import collate_rows, read_rows
 
 Document = dict[str, Tensor]
 """The columns of a document, each [1, tokens]."""

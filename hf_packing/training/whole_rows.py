@@ -2,57 +2,38 @@
 
 For models with heads and for trainers of preference pairs, a row of the dataset stays whole, and the trainer's collator
 turns the rows of a micro-batch into a padded batch. The size of a row is the number of tokens that are not padding when
-the collator gets this row alone.
-
-Micro-batches of a token budget have different numbers of rows and tokens. To weight the mean loss of each micro-batch
-correctly, one has to know the unit over which the loss is averaged: rows, labeled rows, labeled tokens or completion
-tokens. It is found by trial: the loss of a few rows has to be the mean of the losses of two parts of them, weighted by
-the units in each.
+the collator gets this row alone. What the loss is a mean of is found by trial (loss_unit).
 """
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from datasets.utils import tqdm
 from torch import Tensor
-from transformers import Trainer
 
-from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device
-from hf_packing.columns import ATTENTION_MASK, COMPLETION_MASK, IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.token_columns import rows_of_each_value, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
 from hf_packing.training.loader import batches_loader, on_device
+from hf_packing.training.loss_unit import UNITS, CheckedRows
 from hf_packing.training.losses import COUNTS, Batch
 
 Collate = Callable[[list[Any]], Any]
 
 _SHORT_ROWS = 6
 """The most rows in the first part of the rows with which a loss is checked."""
-
-
-class CheckedRows(NamedTuple):
-    """Batches of a few rows with which the loss is checked."""
-
-    whole: Batch
-    """All rows."""
-    parts: Sequence[Batch]
-    """One or two parts of them."""
-    rows: Sequence[int]
-    """The number of rows in each part."""
 
 
 class WholeRows(torch.utils.data.Dataset[Any]):
@@ -267,81 +248,3 @@ def _digest(batch: Batch) -> bytes:
 def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:
     """Return the batch that a collator makes of some rows. It gets copies, since some collators change their rows."""
     return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])
-
-
-def _labels(batch: Batch, _: int, begin: int = 0) -> Any:
-    return (batch[LABELS][..., begin:] != IGNORED_LABEL).sum()
-
-
-UNITS: dict[str, Callable[[Batch, int], Tensor]] = {
-    "rows": lambda _, rows: torch.tensor(rows),
-    "labeled rows": _labels,
-    "labeled tokens": _labels,
-    "labeled tokens but the first": lambda batch, rows: _labels(batch, rows, begin=1),
-    "completion tokens": lambda batch, _: batch[COMPLETION_MASK][:, 1:].sum(),
-    "tokens of chosen completions": lambda batch, _: batch[COMPLETION_MASK].chunk(2)[0][:, 1:].sum(),
-}
-"""The units of losses, and how they are counted in a collated batch of some rows of the dataset, an int64 scalar."""
-
-_CLOSE = {torch.float64: 5e-7, torch.float32: 1e-5}
-"""Largest relative difference between equal losses, by the dtype of the weights. Parts of a loss run in float32."""
-
-
-def find_loss_unit(
-    trainer: Trainer,
-    kind: type[Trainer],
-    checked: CheckedRows,
-    named: str | None,
-) -> str:
-    """Return the unit over which a trainer averages its loss, a key of UNITS: the first for which the loss of some rows
-    is the mean of those of two parts of them.
-
-    Args:
-        trainer: a trainer whose models are patched.
-        kind: the trainer's class without attach.
-        checked: batches of a few rows of the training dataset.
-        named: the unit that the user has named; None if there is none.
-    """
-    what = f"{kind.__name__} with {type(inner_model(trainer.model)).__name__}"
-    if not has_local_weights(trainer.model):
-        raise PackingError(
-            "model: expected weights in memory, since attach has to compute the loss of a few rows to find what the "
-            "loss is the mean of; call attach before the model is sharded"
-        )
-    together, *losses = (loss_of_batch(trainer, kind, batch) for batch in (checked.whole, *checked.parts))
-    if not all(map(math.isfinite, (together, *losses))):
-        raise PackingError(f"trainer: expected a finite loss, but the loss of {what} is {together} on some rows")
-    limit = _CLOSE.get(next(inner_model(trainer.model).parameters()).dtype, 2e-2)  # in half precision
-    limit *= max(abs(together), *map(abs, losses))
-    for unit in [named] if named else _units_of(checked.whole):
-        counts = [float(UNITS[unit](*each)) for each in zip(checked.parts, checked.rows, strict=True)]
-        mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / max(sum(counts), 1)
-        if len(counts) == 1 or (all(counts) and abs(mean - together) <= limit):
-            return unit
-    raise PackingError(
-        f"loss_unit: expected {'what' if named else 'a loss that is a mean over one of ' + ', '.join(UNITS) + ', but'} "
-        f"the loss of {what} is {f'a mean of, got {named!r}: it is ' if named else ''}{together} on some rows, and "
-        f"{' and '.join(map(str, losses))} on parts of them, so its gradient would depend on which rows share a "
-        "micro-batch. attach(trainer, None) keeps the trainer's batches, and takes out their padding"
-    )
-
-
-def _units_of(batch: Batch) -> list[str]:
-    """Return the units that a batch may have, in the order in which they are tried: those of labels before rows."""
-    labels = batch.get(LABELS)
-    if isinstance(labels, Tensor):
-        of_labels = ["labeled rows"] if labels.ndim == 1 else ["labeled tokens but the first", "labeled tokens"]
-        return [*of_labels, "rows"]
-    return ["rows", *(["completion tokens", "tokens of chosen completions"] if COMPLETION_MASK in batch else [])]
-
-
-def loss_of_batch(trainer: Trainer, kind: type[Trainer], batch: Batch) -> float:
-    """Return the loss of a batch that a trainer of class `kind` computes, with no effect on metrics and randomness."""
-    asked: Any = copy.copy(trainer)
-    asked.__class__ = kind
-    if hasattr(trainer, "_metrics"):  # in which trainers of TRL collect metrics
-        asked._metrics = copy.deepcopy(asked._metrics)
-    inputs = send_to_device(dict(batch), input_device(inner_model(trainer.model)))
-    with in_mode(trainer.model, training=False, probed=True), torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        return float(asked.compute_loss(trainer.model, inputs))

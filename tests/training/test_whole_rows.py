@@ -33,7 +33,7 @@ from whole_rows import (
 )
 
 import hf_packing as hfp
-from hf_packing.training import whole_rows
+from hf_packing.training import loss_unit
 from hf_packing.training.whole_rows import patches_in, sizes_of_rows
 from tools.tiny_model import tiny_model
 
@@ -144,6 +144,51 @@ def test_losses_that_are_not_known_name_their_unit(tmp_path):
     assert largest_difference(trainer.model.state_dict(), after_a_step(stock.model, loss)) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_units_are_told_apart_by_gradients(dtype, tmp_path):
+    """The losses of an untrained model are about the same for all rows, and those in half precision are rounded."""
+    trainer = trainer_of("tokens", tmp_path, dtype=dtype)
+    hfp.attach(trainer, hfp.TokenBudget(160))
+    assert trainer.attached.loss == "labeled tokens"
+    with pytest.raises(hfp.PackingError, match="'labeled tokens' fits better"):
+        hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled tokens but the first")
+
+
+class WithClassWeights(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
+        labels = inputs["labels"]
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, torch.tensor([1, 1, 20.0]).to(outputs.logits))
+        return (loss, outputs) if return_outputs else loss
+
+
+class OfTasks(transformers.Trainer):
+    """The mean over the tasks of a batch of the mean over their rows."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
+        inputs = dict(inputs)
+        tasks = inputs.pop("task")
+        outputs = model(**inputs)
+        losses = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
+        loss = torch.stack([losses[tasks == task].mean() for task in tasks.unique()]).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", [WithClassWeights, OfTasks])
+def test_a_unit_that_fits_most_rows_is_refused(kind, tmp_path):
+    """Only one row in a hundred is of the rare class, or of the other task."""
+    rows = classified()
+    rows = datasets.concatenate_datasets([rows] * -(-300 // len(rows))).select(range(300))
+    rare = [number % 100 == 57 for number in range(300)]
+    rows = rows.remove_columns("labels").add_column("labels", [2 * each or n % 2 for n, each in enumerate(rare)])
+    if kind is OfTasks:
+        rows = rows.add_column("task", [*map(int, rare)])
+    trainer = trainer_of("classifier", tmp_path, data=rows, patched=True, remove_unused_columns=kind is not OfTasks)
+    trainer.__class__ = kind
+    with pytest.raises(hfp.PackingError, match="loss_unit: expected another unit than 'labeled rows'"):
+        hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled rows")
+
+
 def test_a_head_of_the_users_own_is_not_known(tmp_path):
     trainer = trainer_of("classifier", tmp_path, patched=True)
     trainer.model.__class__ = WeightedByTokens
@@ -158,13 +203,13 @@ def test_the_check_of_a_loss_keeps_within_the_budget(longest, batches, tmp_path,
     data = classified()
     data = data.map(lambda row: {"input_ids": (row["input_ids"] * 60)[: max(longest - row["input_ids"][0] % 5, 1)]})
     trainer = trainer_of("classifier", tmp_path, data=data, patched=True)
-    sizes, checked = [], whole_rows.loss_of_batch
+    sizes, checked = [], loss_unit._steps
 
-    def measured(trainer, kind, batch):
-        sizes.append(int(batch["attention_mask"].sum()))
-        return checked(trainer, kind, batch)
+    def measured(trainer, kind, given):
+        sizes.extend(int(batch["attention_mask"].sum()) for batch in given)
+        return checked(trainer, kind, given)
 
-    monkeypatch.setattr(whole_rows, "loss_of_batch", measured)
+    monkeypatch.setattr(loss_unit, "_steps", measured)
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert len(sizes) == batches
     assert 0 < max(sizes) <= 64
