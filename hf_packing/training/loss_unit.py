@@ -94,10 +94,11 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
         return best
     if best is not None and named in fitting and fitting[named] <= 2 * fitting[best] + most_of_gradients / 100:
         return named
-    got = f"one of {', '.join(UNITS)}" if named is None else f"another unit than {named!r}"
+    expected = f"one of {', '.join(UNITS)}" if named is None else f"another unit than {named!r}"
+    fits = f"; {best!r} fits better" if best else ""
     raise PackingError(
-        f"loss_unit: expected {got}, of which the loss of {what} is a mean, but it is {together.loss} on some rows, "
-        f"and {' and '.join(map(str, losses))} on parts of them{'' if best is None else f'; {best!r} fits better'}. Its "
+        f"loss_unit: expected {expected}, of which the loss of {what} is a mean, but it is {together.loss} on some "
+        f"rows, and {' and '.join(map(str, losses))} on parts of them{fits}. Its "
         "gradient would depend on which rows share a micro-batch. attach(trainer, None) keeps the trainer's batches, "
         "and takes out their padding"
     )
