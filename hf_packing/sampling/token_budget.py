@@ -387,9 +387,10 @@ def linear_cost_of(config: Any) -> float:
         balance between ranks.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    of_layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
 
     def size(name: str, default: int) -> int:
-        value = getattr(config, name, None)
+        value = getattr(of_layer, name, None)
         return value if isinstance(value, int) and value else default
 
     hidden, layers, heads = size("hidden_size", 0), size("num_hidden_layers", 0), size("num_attention_heads", 1)

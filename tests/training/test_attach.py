@@ -4,6 +4,7 @@ import copy
 import pickle
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -214,6 +215,20 @@ def test_a_model_that_is_made_when_training_begins(tmp_path):
     trainer.train()
     assert trainer.model is not first
     assert hfp.check_isolation(trainer.model).isolated
+
+
+def test_linear_cost_of_layers_of_other_sizes():
+    """Some configurations raise an error where they are asked for a size that layers have for themselves."""
+
+    class OfLayers(SimpleNamespace):
+        @property
+        def head_dim(self):
+            raise RuntimeError("ask the configuration of a layer")
+
+    sizes = build("Llama").config.to_dict()
+    one, other = (SimpleNamespace(**sizes | {"head_dim": size}) for size in (32, 16))
+    config = OfLayers(is_heterogeneous=True, per_layer_config=[one, other], num_hidden_layers=2)
+    assert linear_cost_of(config) == linear_cost_of(one)
 
 
 def test_linear_cost_is_that_of_the_model(tmp_path):
