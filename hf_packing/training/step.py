@@ -7,8 +7,8 @@ trainer and random states are as before.
 
 1. The steps have a few short documents, so that both together cost less than a step of the training.
 2. If they differ by more than is always allowed, the effect of rounding is measured.
-3. If they still differ, the unpacked step is made again with more padding. If this changes it, padding is not neutral
-   for the model or the loss, and documents of equal length, which need none, are compared instead.
+3. If they still differ, unpacked steps of documents of equal length are made without and with padding. If they differ,
+   padding is not neutral for the model or the loss, and the documents of equal length are compared instead.
 
 The file step_cases has the ways in which trainers and loops make such steps.
 """
@@ -110,14 +110,16 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
     of, note = case.choose(without_padding=False), ""
     with case.runner.undisturbed(training):
         steps = _Steps.of(case, of)
-        if steps.differ and not steps.padding_is_neutral():
-            of = case.choose(without_padding=True)
-            if on_any_rank(of is None):  # then no rank compares anything, since all make the same calls
-                of = None
-            if of is not None:
-                note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
-            else:
-                note, steps = ", whose loss changes with padding", steps._replace(differ=False)
+        if steps.differ:
+            unpadded = case.choose(without_padding=True)
+            if on_any_rank(unpadded is None):  # then no rank compares it, since all make the same calls
+                unpadded = None
+            if not _padding_is_neutral(case, of if unpadded is None else unpadded):
+                of = unpadded
+                if of is not None:
+                    note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
+                else:
+                    note, steps = ", whose loss changes with padding", steps._replace(differ=False)
         problem = steps.describe() if steps.differ else ""
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
@@ -140,15 +142,13 @@ class _Steps(NamedTuple):
     made_of: Any
     packed: Step
     unpacked: Step
-    noisy: Step | None
-    """The unpacked step with rounding errors, if it was needed."""
     difference: StepDifference
     differ: bool
     """Whether the steps differ on any rank."""
 
     @classmethod
     def of(cls, case: StepCase, of: Any) -> "_Steps":
-        items, noisy = case.sizes(of)[-1], None
+        items = case.sizes(of)[-1]
         packed, unpacked = _on_all_ranks(case, case.packed(of), unpatched=False), case.unpacked(of, 0)
         right = _on_all_ranks(case, unpacked, unpatched=True)
         difference = compare(packed, right, case.runner.dtype)
@@ -156,12 +156,7 @@ class _Steps(NamedTuple):
             noisy = case.runner.run(unpacked, unpatched=True, noisy=True)
             difference = compare(packed, right, case.runner.dtype, noisy)
             differ = on_any_rank(difference.found and items > 0)
-        return cls(case, of, packed, right, noisy, difference, differ)
-
-    def padding_is_neutral(self) -> bool:
-        """Return whether the unpacked step is the same with more padding."""
-        more = self.case.runner.run(self.case.unpacked(self.made_of, _MORE_PADDING), unpatched=True)
-        return not on_any_rank(compare(more, self.unpacked, self.case.runner.dtype, self.noisy).found)
+        return cls(case, of, packed, right, difference, differ)
 
     def describe(self) -> str:
         """Return how the steps differ, and what is known of the cause. All ranks make the same calls."""
@@ -200,6 +195,13 @@ class _Steps(NamedTuple):
         changes = [abs(losses[each] - losses[0, 0]) for each in ((1, 0), (0, 1))]
         mixed = abs(losses[0, 0] - losses[1, 0] - losses[0, 1] + losses[1, 1])
         return mixed <= _MIXED * min(changes)
+
+
+def _padding_is_neutral(case: StepCase, of: Any) -> bool:
+    """Return whether the unpacked step is the same with more padding."""
+    runs = ((0, False), (0, True), (_MORE_PADDING, False))
+    step, noisy, more = (case.runner.run(case.unpacked(of, each), unpatched=True, noisy=noise) for each, noise in runs)
+    return not on_any_rank(compare(more, step, case.runner.dtype, noisy).found)
 
 
 _MIXED = 1e-2

@@ -335,7 +335,8 @@ class RowsCase(StepCase):
     def choose(self, without_padding: bool) -> CheckedRows | None:
         state = self.trainer.attached
         checked: CheckedRows | None = self.source.collate_parts(equal=True) if without_padding else state.checked
-        return checked
+        masks = [each for name, each in checked.whole.items() if name.endswith(ATTENTION_MASK)] if checked else []
+        return None if without_padding and not all(each.all() for each in masks) else checked
 
     def packed(self, of: CheckedRows) -> Callable[[], Tensor]:
         trainer, device = self.trainer, self.device
