@@ -146,15 +146,6 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
     )
 
 
-def exchange_keys(
-    key: Tensor, value: Tensor, row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None
-) -> list[Tensor]:
-    """Return the keys and the values of all tokens that this rank's tokens attend to, [1, kv_heads, seen, dim]."""
-    exchange = exchange_of(row, is_causal, window, chunk)
-    both = exchange(torch.cat([key, value], dim=3), axis=2)
-    return [*torch.split(both, [key.shape[3], value.shape[3]], dim=3)]
-
-
 def gather_inputs(value: Any, axes: TokenAxes, exchange: TokenExchange) -> Any:
     """Return the nested arguments of a module for all seen tokens, given those for the rank's own tokens.
 
