@@ -118,13 +118,17 @@ def _plan(
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Plan:
+    def needs_mask(run: Run) -> bool:
+        is_far = window is not None and max(run.before + run.length, run.keys - run.before) > window
+        return not joins and (is_far or (is_causal and run.before > 0))
+
     runs, places = runs_of(layout, is_causal, window, chunk)
     begin = 0
     parts: list[Run] = []
     keys: list[tuple[int, int]] = []
     for run in runs:
         near = window or run.keys
-        step = _LONGEST_MASKED if not joins and _needs_mask(*run, is_causal, near) else run.length
+        step = _LONGEST_MASKED if needs_mask(run) else run.length
         for first in range(0, run.length, step):
             last = min(first + step, run.length)
             low = max(run.before + first - near + 1, 0)
@@ -135,8 +139,7 @@ def _plan(
     calls: dict[Run, list[int]] = defaultdict(list)
     for number, part in enumerate(parts):
         calls[part].append(number)
-    hides = [] if joins else [part for part in calls if _needs_mask(*part, is_causal, window or part.keys)]
-    masks = _masks(hides, is_causal, window, device, dtype)
+    masks = _masks([*filter(needs_mask, calls)], is_causal, window, device, dtype)
     given = [(numbers, part.before, masks.get(part)) for part, numbers in calls.items()]
     return _Plan([part.length for part in parts], keys, None if places is None else on_device(places, device), given)
 
@@ -155,13 +158,6 @@ def _masks(
     hidden = far.triu(before + 1 if is_causal else before + window) + far.tril(before - window)
     parts = {run: hidden[: run.length, before - run.before :][:, : run.keys] for run in runs}
     return parts if device.type == "cpu" else {run: part.contiguous() for run, part in parts.items()}
-
-
-def _needs_mask(length: int, keys: int, before: int, is_causal: bool, window: int) -> bool:
-    """Return whether a run, whose first token has some keys before it, needs a mask."""
-    if is_causal:
-        return before > 0 or length > window
-    return max(before + length, keys - before) > window
 
 
 def _slices(tensor: Tensor, slices: list[tuple[int, int]]) -> Sequence[Tensor]:
