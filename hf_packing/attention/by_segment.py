@@ -188,7 +188,7 @@ class SegmentedForward(ReplacedForward):
         If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
         the output that it has on the first path. Of a row on several ranks, the module gets the whole documents
         of which this rank has pieces, since some modules, such as rotary scales, depend on their lengths."""
-        given, own = (*inputs, self._run_ahead(inputs)), row.first_places if row.has_branches else None
+        given, own = self.with_ahead(inputs), row.first_places if row.has_branches else None
         if isinstance(row, SplitLayout):
             exchange = exchange_of(row, False, None, None)
             given, own, row = gather_inputs(given, self.plan.inputs, exchange), exchange.own, exchange.documents
@@ -199,20 +199,16 @@ class SegmentedForward(ReplacedForward):
                     leaf = leaf.index_select(axis, own)
             return self.module.get_submodule(self.plan.after[path])(leaf) if path in self.plan.after else leaf
 
-        return map_tensors(self._run_parts(given, calls_of(row, sharing)), finish)
+        return map_tensors(self.run_calls(given, calls_of(row, sharing)), finish)
 
-    def run_calls(self, inputs: Given, calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
+    def run_calls(self, given: Any, calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
         """Call the module on parts of a row, and return the joined outputs.
 
         Args:
-            inputs: positional and keyword arguments of the module for the whole row.
+            given: what `with_ahead` returns for the whole row.
             calls: the calls to make, each of which covers one or more parts.
             fill: function that makes the padding of shorter parts in a call.
         """
-        return self._run_parts((*inputs, self._run_ahead(inputs)), calls, fill)
-
-    def _run_parts(self, given: Any, calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
-        """Do what `run_calls` does, given the arguments and the outputs of the inner modules in `plan.ahead`."""
         outputs = []
         for call in calls:
             args, kwargs, results = cut_inputs(given, self.plan.inputs, call.places, fill)
@@ -227,13 +223,14 @@ class SegmentedForward(ReplacedForward):
         with restored(*self.module.modules()) if self.plan.is_stateful else nullcontext():
             return self.forward(*args, **kwargs)
 
-    def _run_ahead(self, inputs: Given) -> dict[str, Tensor]:
-        """Run the inner modules in `plan.ahead` on the whole row, and return their outputs by module name."""
+    def with_ahead(self, inputs: Given) -> tuple[Any, Any, dict[str, Tensor]]:
+        """Run the inner modules in `plan.ahead` on the whole row, and return the arguments of the module with their
+        outputs by module name."""
         known: dict[Path | str, Any] = dict(leaves(inputs)) if self.plan.ahead else {}
         for name, source in self.plan.ahead.items():
             if isinstance(given := known.get(source), Tensor):  # none if the caller passed embeddings, not tokens
                 known[name] = self.module.get_submodule(name)(given)
-        return {name: known[name] for name in self.plan.ahead if name in known}
+        return *inputs, {name: known[name] for name in self.plan.ahead if name in known}
 
     @contextmanager
     def _with_results(self, ahead: dict[str, Tensor]) -> Iterator[None]:

@@ -12,16 +12,13 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
-from hf_packing.attention.split_row import Run, SplitLayout, runs_of_pieces
+from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_layers, runs_of
 from hf_packing.attention.token_axes import cat
 from hf_packing.errors import PackingError
-from hf_packing.trees.segments import Places, TreeSegments
 
 
 class TracedRow(NamedTuple):
@@ -92,36 +89,6 @@ def attend_exactly(
     return cat(outputs, 2)
 
 
-def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple[list[Run], Places]:
-    """Return the runs of a row, whose tokens are next to each other both in the row and in a document. The tokens of a
-    run attend to its prefix, the tokens above it, and to each other.
-
-    A run is a chain of segments, each the first child of the one before it, or a part of a chain in one chunk. So the
-    keys of a chain are gathered once: a chat whose documents are its turns is a single run.
-
-    Args:
-        trees: the segments of the row.
-        window, chunk: arguments of `attend_exactly`.
-
-    Returns:
-        The runs, and the places of the keys of all runs in the row, int64 [keys].
-    """
-    window, chunk = window or trees.tokens, chunk or trees.tokens
-    runs: list[Run] = []
-    keys: list[Places] = []
-    gathered = 0
-    firsts = [each for each, parent in enumerate(trees.parents) if each == 0 or parent != each - 1]
-    for segment, end in pairwise([*firsts, len(trees.parents)]):
-        depth, own = int(trees.depths[segment]), np.arange(trees.begins[segment], trees.begins[end])
-        path = np.concatenate([trees.path_of(segment)[:depth], own]) if depth else own
-        for first, last in pairwise([depth, *range((depth // chunk + 1) * chunk, len(path), chunk), len(path)]):
-            begin = max(first - window + 1, first // chunk * chunk)
-            runs.append(Run(last - first, last - begin, first - begin, gathered))
-            keys.append(path[begin:last])
-            gathered += last - begin
-    return runs, np.concatenate(keys)
-
-
 _LONGEST_MASKED = 512
 """The most tokens of a run in one call with a mask. Longer runs are cut, which keeps masks small, and leaves out keys
 beyond the window."""
@@ -135,7 +102,7 @@ class _Plan(NamedTuple):
     keys: list[tuple[int, int]]
     """Where the keys of each run begin, and their number."""
     places: Tensor | None
-    """Where the keys of all runs are in the row, int64 [keys], if they have to be gathered."""
+    """Where the keys of all runs are, int64 [keys], if they have to be gathered."""
     calls: list[tuple[list[int], int, Tensor | None]]
     """The runs of each call, which have equal numbers of tokens and of keys; the number of keys before the first token
     of each; and the mask [length, keys], which is added to scores; None if the rule is that of torch's attention."""
@@ -151,57 +118,46 @@ def _plan(
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Plan:
-    places = None
-    if isinstance(layout, SplitLayout):
-        runs = runs_of_pieces(layout, is_causal, window, chunk)
-    else:
-        runs, of_keys = runs_of(layout.trees, window, chunk)
-        places = on_device(of_keys, device) if layout.has_branches else None
-    shapes: list[_Shape] = []
+    def needs_mask(run: Run) -> bool:
+        is_far = window is not None and max(run.before + run.length, run.keys - run.before) > window
+        return not joins and (is_far or (is_causal and run.before > 0))
+
+    runs, places = runs_of(layout, is_causal, window, chunk)
+    begin = 0
+    parts: list[Run] = []
     keys: list[tuple[int, int]] = []
     for run in runs:
         near = window or run.keys
-        step = _LONGEST_MASKED if not joins and _needs_mask(*run[:3], is_causal, near) else run.length
+        step = _LONGEST_MASKED if needs_mask(run) else run.length
         for first in range(0, run.length, step):
             last = min(first + step, run.length)
             low = max(run.before + first - near + 1, 0)
             high = run.before + last if is_causal else min(run.before + last + near - 1, run.keys)
-            shapes.append((last - first, high - low, run.before + first - low))
-            keys.append((run.begin + low, high - low))
-    calls: dict[_Shape, list[int]] = defaultdict(list)
-    for number, shape in enumerate(shapes):
-        calls[shape].append(number)
-    hides = [] if joins else [shape for shape in calls if _needs_mask(*shape, is_causal, window or shape[1])]
-    masks = _masks(hides, is_causal, window, device, dtype)
-    given = [(runs, shape[2], masks.get(shape)) for shape, runs in calls.items()]
-    return _Plan([shape[0] for shape in shapes], keys, places, given)
-
-
-_Shape = tuple[int, int, int]
-"""The number of tokens of a run, of its keys, and of the keys before its first token."""
+            parts.append(Run(last - first, high - low, run.before + first - low))
+            keys.append((begin + low, high - low))
+        begin += run.keys
+    calls: dict[Run, list[int]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        calls[part].append(number)
+    masks = _masks([*filter(needs_mask, calls)], is_causal, window, device, dtype)
+    given = [(numbers, part.before, masks.get(part)) for part, numbers in calls.items()]
+    return _Plan([part.length for part in parts], keys, None if places is None else on_device(places, device), given)
 
 
 def _masks(
-    shapes: list[_Shape], is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype
-) -> dict[_Shape, Tensor]:
+    runs: list[Run], is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype
+) -> dict[Run, Tensor]:
     """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one. Other
     devices than CPUs need masks in aligned memory, so they get copies."""
-    if not shapes:
+    if not runs:
         return {}
-    longest, before = max(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
-    width = before + max(keys - first for _, keys, first in shapes)
+    longest, before = max(run.length for run in runs), max(run.before for run in runs)
+    width = before + max(run.keys - run.before for run in runs)
     far = torch.full((longest, width), -math.inf, device=device, dtype=dtype)
     window = window or width
     hidden = far.triu(before + 1 if is_causal else before + window) + far.tril(before - window)
-    parts = {shape: hidden[: shape[0], before - shape[2] :][:, : shape[1]] for shape in shapes}
-    return parts if device.type == "cpu" else {shape: part.contiguous() for shape, part in parts.items()}
-
-
-def _needs_mask(length: int, keys: int, before: int, is_causal: bool, window: int) -> bool:
-    """Return whether a run, whose first token has some keys before it, needs a mask."""
-    if is_causal:
-        return before > 0 or length > window
-    return max(before + length, keys - before) > window
+    parts = {run: hidden[: run.length, before - run.before :][:, : run.keys] for run in runs}
+    return parts if device.type == "cpu" else {run: part.contiguous() for run, part in parts.items()}
 
 
 def _slices(tensor: Tensor, slices: list[tuple[int, int]]) -> Sequence[Tensor]:

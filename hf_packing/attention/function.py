@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import choose
 from hf_packing.attention.layout import CACHES, Layout, current_layout
-from hf_packing.attention.split_row import SplitLayout, exchange_keys
+from hf_packing.attention.split_row import SplitLayout, exchange_of
 from hf_packing.errors import PackingError
 
 NAME = "hf_packing_varlen"
@@ -133,7 +133,8 @@ def packed_varlen(
     }
     asked: dict[str, Any] = {}
     if isinstance(row, SplitLayout):
-        k, v = exchange_keys(k, v, row, is_causal, local.window, local.chunk)
+        exchange = exchange_of(row, is_causal, local.window, local.chunk)
+        k, v = torch.split(exchange(torch.cat([k, v], dim=3), axis=2), [k.shape[3], v.shape[3]], dim=3)
         asked = {"row on several ranks": True, "window on both sides": not is_causal and local.window}
     kernel = choose(module, q, v, row, options | asked)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}

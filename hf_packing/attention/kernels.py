@@ -18,18 +18,15 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.exact import TracedRow, gather_tokens, runs_of
+from hf_packing.attention.exact import TracedRow, gather_tokens
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
-from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, within
+from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, runs_of, within
 from hf_packing.attention.model import Arguments
-from hf_packing.attention.split_row import SplitLayout, runs_of_pieces
-from hf_packing.planning.lengths import indices_in_ranges
 
 DEVICES = {"cuda"}
 """The types of devices that have kernels."""
@@ -192,11 +189,8 @@ def keys_along_paths(
     """Return the keys of the runs of a row of trees, or of a row on several ranks: for each key, the index of its token
     in the row, or among the tokens that the rank sees, int64 [keys]; the layout of the runs' queries; and that of their
     keys."""
-    if isinstance(row, SplitLayout):
-        runs = runs_of_pieces(row, is_causal, window, None)
-        places = indices_in_ranges(np.array([run.begin for run in runs]), np.array([run.keys for run in runs]))
-    else:
-        runs, places = runs_of(row.trees, window, None)
+    runs, places = runs_of(row, is_causal, window, None)
+    assert places is not None
     queries, keys = (Layout.of([*lengths], device) for lengths in zip(*(run[:2] for run in runs), strict=True))
     return on_device(places, device), queries, keys
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,8 @@ from hf_packing.columns import (
     SEQ_IDX,
 )
 from hf_packing.errors import PackingError
-from hf_packing.trees.segments import TreeSegments
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.trees.segments import Places, TreeSegments
 
 CACHES = ("cache", "past_key_values", "cache_params", "mems", "state", "past_buckets_states")
 """Names of the arguments in which models of transformers take caches. Models have them under these names in their
@@ -74,7 +75,7 @@ class Layout:
     @classmethod
     def of(
         cls, segments: Sequence[int] | TreeSegments, device: torch.device | None = None, rows: int = 1, **more: Any
-    ) -> "Layout":
+    ) -> Self:
         """Return the Layout of segments of these lengths, which share no prefixes, or of trees."""
         trees = segments if isinstance(segments, TreeSegments) else roots(segments)
         return cls(torch.tensor([0, *accumulate(trees.lengths)], dtype=torch.int32, device=device), trees, rows, **more)
@@ -146,7 +147,12 @@ class Layout:
         """The places of the tokens of each path: first and last + 1, or, of several segments, int64 [tokens]."""
         if not self.has_branches:
             return self.slices
-        return [on_device(self.trees.path_of(leaf), self.cu_seq_lens.device) for leaf in self.trees.leaves]
+        return torch.split(on_device(self.tokens_of_paths, self.cu_seq_lens.device), self.path_lengths)
+
+    @cached_property
+    def tokens_of_paths(self) -> Places:
+        """The index of each token of all paths, laid end to end, int64 [tokens of paths]."""
+        return np.concatenate([*map(self.trees.path_of, self.trees.leaves)])
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
@@ -157,8 +163,24 @@ class Layout:
     def first_places(self) -> Tensor:
         """The index of each token among the tokens of all paths, laid end to end, on the first path that has it, int64
         [tokens]."""
-        _, first = np.unique(np.concatenate([*map(self.trees.path_of, self.trees.leaves)]), return_index=True)
+        _, first = np.unique(self.tokens_of_paths, return_index=True)
         return on_device(first, self.cu_seq_lens.device)
+
+    @property
+    def pieces_of_paths(self) -> IntArray:
+        """The tokens of the row, in pieces that are next to each other both in the row and on a path: where each piece
+        begins on its path, and ends; the length of the path; and the number of tokens in the paths before it, int64
+        [pieces, 4].
+
+        Each path has one piece, the tokens that are on no path before it. So keys are gathered once for a chat whose
+        documents are its turns.
+        """
+        sizes, ends = np.array(self.path_lengths), self.trees.begins[1:][[*self.trees.leaves]]
+        return np.stack([sizes - np.diff(ends, prepend=0), sizes, sizes, offsets_of(sizes)[:-1]], axis=1)
+
+    def find_keys(self, places: IntArray, *_: Any) -> IntArray:
+        """Return where some tokens of all paths, laid end to end, are among the keys that attention gets."""
+        return self.tokens_of_paths[places]
 
 
 def once_for_all_layers(make: Callable[..., T]) -> Callable[..., T]:
@@ -181,6 +203,39 @@ def on_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 def roots(lengths: Sequence[int]) -> TreeSegments:
     """Return segments of these lengths that share no prefixes."""
     return TreeSegments(tuple(lengths), (-1,) * len(lengths))
+
+
+class Run(NamedTuple):
+    """Tokens of a row that are next to each other, as are their keys on a path."""
+
+    length: int
+    """The number of its tokens."""
+    keys: int
+    before: int
+    """The number of keys before the first token."""
+
+
+def runs_of(
+    layout: Layout, is_causal: bool, window: int | None, chunk: int | None
+) -> tuple[list[Run], IntArray | None]:
+    """Return the runs of a row, given arguments of `attend_exactly`.
+
+    Returns:
+        The runs, and where the keys of one run after the other are among those that attention gets, int64 [keys]; None
+        if they are these keys.
+    """
+    runs, begins = [], []
+    for start, end, size, before in layout.pieces_of_paths.tolist():
+        step, near = chunk or size, window or size
+        for first, last in pairwise([start, *range((start // step + 1) * step, end, step), end]):
+            begin = max(first - near + 1, first // step * step)
+            beyond = last if is_causal else min(last + near - 1, first // step * step + step, size)
+            runs.append(Run(last - first, beyond - begin, first - begin))
+            begins.append(before + begin)
+    if not layout.has_prefixes:
+        return runs, None
+    places = indices_in_ranges(np.array(begins), np.array([run.keys for run in runs]))
+    return runs, layout.find_keys(places, is_causal, window, chunk)
 
 
 class SharedCall(NamedTuple):

@@ -249,8 +249,12 @@ def read_padded_rows(inputs: Inputs, are_documents: bool = False) -> PaddedRows 
         )
     filled = real[real.any(1)]
     side: Side = "right" if filled[:, 0].all() else "left" if filled[:, -1].all() else "both"
-    if position_ids is not None:
-        _check_positions(position_ids, real)
+    if position_ids is not None and _restart(position_ids, real):
+        raise PackingError(
+            "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
+            "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
+            "padding, and without an attention_mask"
+        )
     return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
 
 
@@ -290,16 +294,6 @@ def _real(mask: Any, tokens: Tensor) -> BoolArray:
             "the borders between packed documents as position_ids or seq_idx"
         )
     return real
-
-
-def _check_positions(position_ids: Tensor, real: BoolArray) -> None:
-    """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
-    if _restart(position_ids, real):
-        raise PackingError(
-            "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
-            "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
-            "padding, and without an attention_mask"
-        )
 
 
 def _restart(position_ids: Tensor, real: BoolArray) -> bool:

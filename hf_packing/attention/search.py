@@ -424,7 +424,9 @@ class _Call:
             together = [SharedCall.of([*each], slices, device)]
             runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
             with suppress(Exception):  # the module does not support batches of segments
-                alone, *shared = (self.forward.run_calls(detached_copy(self.inputs), *run) for run in runs)
+                alone, *shared = (
+                    self.forward.run_calls(self.forward.with_ahead(detached_copy(self.inputs)), *run) for run in runs
+                )
                 return not outputs_differ([alone, alone], shared)
             return False
 

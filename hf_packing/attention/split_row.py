@@ -5,10 +5,9 @@ one call for uneven sizes, whose backward pass is the same call in the other dir
 of the row what the others send. If no rank needs anything of another one, none makes the call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +25,11 @@ from hf_packing.planning.rank_layout import RowPart, plan_exchange
 class SplitLayout(Layout):
     """This rank's tokens of a row on several ranks. The segments are the rank's pieces of documents."""
 
-    part: RowPart | None = None
+    part: RowPart = field(kw_only=True)
 
     @classmethod
     def of_part(cls, part: RowPart, device: torch.device) -> "SplitLayout":
-        layout = cls.of(part.pieces.length.tolist(), device, part=part)
-        assert isinstance(layout, SplitLayout)
-        return layout
+        return cls.of(part.pieces.length.tolist(), device, part=part)
 
     @property
     def has_prefixes(self) -> bool:
@@ -45,13 +42,19 @@ class SplitLayout(Layout):
     @cached_property
     def position_ids(self) -> Tensor:
         """The position of each of the rank's tokens in its document, int64 [1, tokens]."""
-        pieces = self.own.pieces
+        pieces = self.part.pieces
         return on_device(indices_in_ranges(pieces.start, pieces.length)[None], self.cu_seq_lens.device)
 
     @property
-    def own(self) -> RowPart:
-        assert self.part is not None
-        return self.part
+    def pieces_of_paths(self) -> IntArray:
+        """Pieces of documents. The paths are all documents of the row, also those of other ranks."""
+        pieces, sizes = self.part.pieces, self.part.layout.lengths
+        before, size = offsets_of(sizes)[pieces.document], sizes[pieces.document]
+        return np.stack([pieces.start, pieces.start + pieces.length, size, before], axis=1)
+
+    def find_keys(self, places: IntArray, *how: Any) -> IntArray:
+        """Return where some tokens of the row are among those that the rank sees."""
+        return np.searchsorted(exchange_of(self, *how).seen, places)
 
 
 def block_of(ranks: int) -> Any:
@@ -115,7 +118,7 @@ class _AllToAll(torch.autograd.Function):
 @once_for_all_layers
 def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None) -> TokenExchange:
     """Return what this rank sends and gets. The arguments are those of `plan_exchange`."""
-    layout, rank, device = row.own.layout, row.own.rank, row.cu_seq_lens.device
+    layout, rank, device = row.part.layout, row.part.rank, row.cu_seq_lens.device
     plan, begins = plan_exchange(layout, is_causal=is_causal, window=window, chunk=chunk), offsets_of(layout.lengths)
     spans, own = plan.spans, layout.places(rank)
 
@@ -141,44 +144,6 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
         seen=seen,
         is_local=not plan.num_received,
     )
-
-
-class Run(NamedTuple):
-    """Tokens of a row that are next to each other, as are their keys."""
-
-    length: int
-    """The number of its tokens."""
-    keys: int
-    before: int
-    """The number of keys before the first token."""
-    begin: int
-    """Where its keys begin among all keys."""
-
-
-def runs_of_pieces(row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None) -> list[Run]:
-    """Return the runs of a rank's pieces, whose keys are among the seen tokens of `exchange_of`, given arguments of
-    `attend_exactly`."""
-    layout, pieces = row.own.layout, row.own.pieces
-    begins, seen = offsets_of(layout.lengths), exchange_of(row, is_causal, window, chunk).seen
-    runs: list[Run] = []
-    for document, start, length in np.stack([pieces.document, pieces.start, pieces.length], 1).tolist():
-        size, end = int(layout.lengths[document]), start + length
-        step, near = chunk or size, window or size
-        for first, last in pairwise([start, *range((start // step + 1) * step, end, step), end]):
-            begin = max(first - near + 1, first // step * step, 0)
-            beyond = last if is_causal else min(last + near - 1, (first // step + 1) * step, size)
-            place = int(np.searchsorted(seen, begins[document] + begin))
-            runs.append(Run(last - first, beyond - begin, first - begin, place))
-    return runs
-
-
-def exchange_keys(
-    key: Tensor, value: Tensor, row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None
-) -> list[Tensor]:
-    """Return the keys and the values of all tokens that this rank's tokens attend to, [1, kv_heads, seen, dim]."""
-    exchange = exchange_of(row, is_causal, window, chunk)
-    both = exchange(torch.cat([key, value], dim=3), axis=2)
-    return [*torch.split(both, [key.shape[3], value.shape[3]], dim=3)]
 
 
 def gather_inputs(value: Any, axes: TokenAxes, exchange: TokenExchange) -> Any:
