@@ -211,11 +211,11 @@ def refuse_cut_documents(trainer: Trainer, name: str, dataset: Any) -> None:
     Raises:
         PackingError: documents have exactly max_length tokens, or the dataset is a stream.
     """
-    limit = getattr(trainer.args, "max_length", None)
-    prepares = not (getattr(trainer.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset", False)
-    if sft_trainer_of(trainer) is None or limit is None or not prepares:
+    args, found = trainer.args, ""
+    if sft_trainer_of(trainer) is None or (limit := args.max_length) is None:
         return
-    found = ""
+    if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
     if isinstance(dataset, datasets.IterableDataset):
         found = f"{name} is a stream"
     elif isinstance(dataset, datasets.Dataset) and INPUT_IDS in dataset.data.column_names:

@@ -183,17 +183,14 @@ class PackedLoader(StepLoader):
     @property
     def summary(self) -> EpochSummary:
         """The numbers of steps, micro-batches, documents, tokens and labels in the epoch; `print` shows them."""
-        self._sampler.set_epoch(self.epoch)
         return self._sampler.summary(isolation=self.first_batch_proof, labels=self._labels)
 
     def __len__(self) -> int:
-        self._sampler.set_epoch(self.epoch)
         return len(self._sampler)
 
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch: the rows of every micro-batch, on all ranks."""
-        self._sampler.set_epoch(self.epoch)
         return self._sampler.plan
 
     def set_epoch(self, epoch: int) -> None:
@@ -227,6 +224,7 @@ class PackedLoader(StepLoader):
         self._begin_at_step(-(-batches // self.accumulation))
 
     def _begin_at_step(self, step: int) -> None:
+        self._sampler.set_epoch(self.epoch)
         self._first_step = self.steps_done = step
         self.optimizer_steps = self.epoch * self._sampler.optimizer_steps + step
         self.micro_batches_done = min(step * self.accumulation, len(self))

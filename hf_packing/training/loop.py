@@ -110,9 +110,9 @@ def prepare_dataloader(
 
     def plan(planned_from: PlannedFrom) -> tuple[Batching, Source, PackingCollator]:
         check_accelerator(accelerator)
-        if model is None and check_batching(batching).ranks_per_block > 1:
-            raise PackingError("model: expected the model that is trained, for documents on several ranks, got None")
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
+        if model is None and balanced.ranks_per_block > 1:
+            raise PackingError("model: expected the model that is trained, for documents on several ranks, got None")
         if shapes != (None, None):
             balanced = balanced.within(shapes)
         reading = Reading.of_model(model)
@@ -299,11 +299,10 @@ def _items_of_step(batch: Batch, loss: Loss | None, num_items_in_batch: Any) -> 
         return items
     if num_items_in_batch is not None:
         given, device = num_items_in_batch, batch[INPUT_IDS].device
-        number = torch.as_tensor(given) if isinstance(given, (int, float, Tensor)) else torch.empty(0)
-        is_negative = number.numel() == 1 and number.device.type == "cpu" and number < 0
-        if number.numel() != 1 or number.dtype == torch.bool or is_negative:
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
+        if not is_number and not (isinstance(given, Tensor) and given.numel() == 1 and given.dtype != torch.bool):
             raise PackingError(f"{ITEMS}: expected a number of tokens or documents, not negative, got {given!r}")
-        return number.squeeze().to(device, exact_type(device))
+        return torch.as_tensor(given).squeeze().to(device, exact_type(device))
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if ranks > 1 and torch.is_grad_enabled():
         raise PackingError(

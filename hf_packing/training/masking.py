@@ -21,7 +21,6 @@ from hf_packing.columns import (
     LABELS,
     LOSS_MASKS,
     OFFSET_MAPPING,
-    SEGMENT_COLUMNS,
     SPECIAL_TOKENS_MASK,
 )
 from hf_packing.errors import PackingError
@@ -84,8 +83,7 @@ class Masking:
         """
         row = dict(row)
         tokens = read_integers(INPUT_IDS, row, 0).astype(np.int64)
-        segments = not row.keys().isdisjoint(SEGMENT_COLUMNS)
-        lengths = read_segment_lengths([row], [tokens]) if segments else [len(tokens)]
+        lengths = read_segment_lengths([row], [tokens])
         given = {name: torch.from_numpy(np.array(row.pop(name), np.int64)) for name in self.columns if name in row}
         masked = []
         for segment, (begin, end) in enumerate(pairwise(np.cumsum([0, *lengths]).tolist())):

@@ -8,7 +8,7 @@ documents of the first batch.
 import inspect
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,8 +207,4 @@ def warn_of_shared_randomness(model: nn.Module) -> None:
 
 def prepared_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return a model as `accelerator.prepare` has returned it, or the model itself if it was not prepared."""
-    for prepared in accelerator._models:
-        with suppress(PackingError):  # a model that is not of transformers
-            if inner_model(prepared) is inner_model(model):
-                return prepared  # type: ignore[no-any-return]
-    return model
+    return next((each for each in accelerator._models if model in each.modules()), model)

@@ -11,7 +11,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -33,7 +33,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.rank_layout import lay_out
+from hf_packing.planning.rank_layout import RankLayout, lay_out
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
@@ -150,12 +150,14 @@ class PackedRows:
             return SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
         return MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
 
-    def _collator(self, accelerator: Accelerator, collate: PackingCollator) -> Callable[[Sequence[Row]], Batch]:
+    def _collator(
+        self, accelerator: Accelerator, collate: PackingCollator, lay_out: Callable[[Any], RankLayout] | None = None
+    ) -> Callable[[Sequence[Row]], Batch]:
         """Return the collator of this rank, which has a part of each row if it is on several ranks."""
         if (ranks := self.sampler.batching.ranks_per_block) == 1:
             return collate
         assert isinstance(self.batching, TokenBudget)
-        return PartCollator(collate, self.batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
+        return PartCollator(collate, lay_out or self.batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
 
     def next_rows(self, count: int) -> Iterator[tuple[int | None, Row]]:
         """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
@@ -174,11 +176,10 @@ class PackedRows:
         ranks, every rank has as many tokens, so documents are cut."""
         if self.shares_prefixes:
             documents = trees_of_documents(documents)
-        made = self._collator(accelerator, collate)
-        if isinstance(made, PartCollator):
-            ranks = self.sampler.batching.ranks_per_block
-            most = -(-sum(len(each[INPUT_IDS]) for each in documents) // ranks)
-            made = replace(made, lay_out=lambda lengths: lay_out(lengths, ranks, most, linear_cost=0))
+        ranks = self.sampler.batching.ranks_per_block
+        made = self._collator(
+            accelerator, collate, lambda lengths: lay_out(lengths, ranks, -(-sum(lengths) // ranks), linear_cost=0)
+        )
         return made(documents)
 
     def loader(

@@ -16,7 +16,7 @@ from hf_packing.batch.collate import PackingCollator, Row
 from hf_packing.batch.segments import part_of, with_fillers
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, LABELS, MAX_LENGTHS, SEQ_IDX
 from hf_packing.planning.rank_layout import RankLayout, RowPart
-from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss, trainable_per_document, weights_of
+from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss, documents_in, items_in, weights_of
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,14 @@ class PartCollator:
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))
         own = part_of({**batch, TARGETS: labels, WEIGHTS: weights}, part)
         del own[LABELS]
-        return {**own, COUNTS: torch.tensor(_counts(batch, labels, part, self.loss))}
+        return {**own, COUNTS: torch.tensor(_counts(batch, part, self.loss))}
 
 
-def _counts(batch: Batch, labels: torch.Tensor, part: RowPart, loss: Loss) -> list[int]:
-    """Return the counts of a part as `micro_batch_counts` has them. A document is counted with its first token or, as
-    an item of the loss, with its first label."""
-    places, pieces, begins = part.layout.places(part.rank), part.pieces, batch[CU_SEQ_LENS[0]].numpy()
-    is_real = (batch[SEQ_IDX][0] >= 0).numpy()  # copies have lower numbers
-    real = is_real[begins[pieces.document]]
-    end = pieces.start + pieces.length
-    trained = np.flatnonzero(labels[0].numpy() != IGNORED_LABEL)
-    if loss == "sequence":
-        counts = trainable_per_document(batch).numpy()
-        trained = trained[(np.cumsum(counts) - counts)[counts > 0]]
-    items = np.isin(trained, places).sum()
-    cost = (real * (end**2 - pieces.start**2)).sum()
-    return [int(each) for each in (is_real[places].sum(), (real & (pieces.start == 0)).sum(), cost, items)]
+def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[int]:
+    """Return the counts of a part as `micro_batch_counts` has them. Documents and items of the loss are those of the
+    whole row on the first rank, and none on the others."""
+    pieces, is_real = part.pieces, (batch[SEQ_IDX][0] >= 0).numpy()  # copies have lower numbers
+    real = is_real[batch[CU_SEQ_LENS[0]].numpy()[pieces.document]]
+    cost = (real * ((pieces.start + pieces.length) ** 2 - pieces.start**2)).sum()
+    documents, items = (0, 0) if part.rank else (documents_in(batch), items_in(batch, loss))
+    return [int(each) for each in (is_real[part.layout.places(part.rank)].sum(), documents, cost, items)]
