@@ -29,7 +29,6 @@ from hf_packing.attention.tolerance import BATCH, Tolerance, apart, differences,
 from hf_packing.batch.segments import part_in
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, MAX_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import TreeSegments
 
@@ -70,12 +69,11 @@ class BatchCase(Case):
         runner = Runner(model, without_ddp(model))
         self.inputs = _inputs_of(runner, batch)
         layout = read_layout(self.inputs, training=True)
-        trees, places = layout.trees, np.arange(layout.trees.tokens)
-        if layout.unfilled is not None:  # filled tokens are of no document
-            own = np.array(layout.unfilled)
-            trees, places = roots(own[own > 0].tolist()), indices_in_ranges(layout.trees.begins[:-1], own)
+        trees = layout.trees
+        if layout.fillers:  # filled tokens are of no document
+            trees = roots(layout.lengths[: -layout.fillers])
         ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
-        self.places = torch.from_numpy(places).to(runner.device)
+        self.places = torch.arange(trees.tokens, device=runner.device)
         self.multiple = getattr(batch.get(MAX_LENGTHS[0]), "multiple", 1)
         tokens = self.inputs["input_ids"].flatten()[self.places]
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))

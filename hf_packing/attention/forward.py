@@ -247,14 +247,14 @@ class PatchedForward(ReplacedForward):
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
         mask, is_real = self._mask_for_routers(inputs, layout), None
-        if layout.unfilled is not None and self.module is not self.model:
+        if layout.fillers and self.module is not self.model:
             is_real = inputs[SEQ_IDX][0] != PADDING_SEGMENT
         inputs = self._prepare(inputs, layout) | mask
         with self._running(layout, None, hides_mask=bool(mask)):
             # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
             forward = torch.compiler.disable(self.forward) if layout.has_prefixes else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
-        if layout.unfilled is not None and not mask and getattr(output, "aux_loss", None) is not None:
+        if layout.fillers and not mask and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
                 f"aux_loss: expected none with batches that are filled up, since {type(self.model).__name__} would "
                 "also compute the loss of its routers for the filled tokens; pass output_router_logits=False, or "
@@ -269,7 +269,7 @@ class PatchedForward(ReplacedForward):
     def _mask_for_routers(self, inputs: Inputs, layout: Layout) -> Arguments:
         """Return the attention_mask with which a model leaves filled tokens out of the loss of its routers, if it has
         one in transformers' way. Its layers do not get the mask."""
-        filled = inputs.get(SEQ_IDX) if layout.unfilled is not None and self.module is self.model else None
+        filled = inputs.get(SEQ_IDX) if layout.fillers and self.module is self.model else None
         code = inspect.unwrap(type(self.model).forward).__code__
         if filled is None or "load_balancing_loss_func" not in code.co_names:
             return {}
@@ -385,7 +385,7 @@ class PatchedForward(ReplacedForward):
                 "of trees; call patch_model(model, trees=True) before training"
             )
         if known is not None:
-            self.patch.trusts_collator = (known.lengths, known.unfilled) == (layout.lengths, layout.unfilled)
+            self.patch.trusts_collator = (known.lengths, known.fillers) == (layout.lengths, layout.fillers)
         return layout
 
     def _check_rows(self, rows: PaddedRows, inputs: Inputs) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_packing.attention.model import Arguments, Inputs
 from hf_packing.attention.token_axes import Place, length_of
-from hf_packing.batch.segments import LongestSegment, lengths_between, positions_of, read_borders, unfilled_lengths
+from hf_packing.batch.segments import LongestSegment, fillers_in, lengths_between, positions_of, read_borders
 from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
@@ -61,7 +61,7 @@ class Layout:
         rows: number of rows. All rows have the same number of tokens.
         bound: the max_length that comes with the batch. Batches of fixed shapes have the same one, which may be larger
             than the longest segment.
-        unfilled: number of tokens in each of these segments without those that only fill it up; None without any.
+        fillers: number of these segments that only fill up the batch, at its end.
         is_unpadded: whether the segments are the rows of a padded batch.
     """
 
@@ -69,7 +69,7 @@ class Layout:
     trees: TreeSegments
     rows: int = 1
     bound: int = 0
-    unfilled: tuple[int, ...] | None = None
+    fillers: int = 0
     is_unpadded: bool = False
 
     @classmethod
@@ -129,9 +129,9 @@ class Layout:
     @cached_property
     def position_ids(self) -> Tensor:
         """The position of each token in its document, int64 [rows, tokens]. Positions start at 0 in every root."""
-        if self.unfilled is None:
+        if not self.fillers:
             return self._of_tokens(self.trees.position_ids.astype(np.int64))
-        return self._of_tokens(positions_of(self.lengths, self.unfilled))
+        return self._of_tokens(positions_of(self.lengths, self.fillers))
 
     @cached_property
     def seq_idx(self) -> Tensor:
@@ -389,7 +389,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
         borders.to(tokens.device, torch.int32),
         roots(lengths),
         bound=bound if isinstance(bound, int) else 0,
-        unfilled=unfilled_lengths(inputs, known[: len(lengths) + 1]),
+        fillers=fillers_in(inputs, known[: len(lengths)]),
     )
 
 
@@ -430,7 +430,7 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
     if not borders.is_inference() and borders._version:  # written in place, so the lengths may be of an earlier batch
         return None
     borders = borders.to(tokens.device)
-    return Layout(borders, roots(longest.lengths), bound=int(longest), unfilled=longest.unfilled)
+    return Layout(borders, roots(longest.lengths), bound=int(longest), fillers=longest.fillers)
 
 
 def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:

@@ -47,13 +47,13 @@ class LongestSegment(DynamicInt):
     Args:
         longest: the length of the longest segment, or a constant above it in batches of fixed shapes.
         lengths: number of tokens in each segment that is not empty.
-        unfilled: number of tokens in each of these segments without those that only fill it up; None without any.
+        fillers: number of these segments that only fill up the batch, at its end.
         part: which part of its row the batch has, if several ranks run the row together; its segments are then pieces.
         multiple: the number of tokens was filled up to a multiple of this number.
     """
 
     lengths: tuple[int, ...]
-    unfilled: tuple[int, ...] | None
+    fillers: int
     part: RowPart | None
     multiple: int
 
@@ -61,17 +61,16 @@ class LongestSegment(DynamicInt):
         cls,
         longest: int,
         lengths: Sequence[int],
-        unfilled: Sequence[int] | None = None,
+        fillers: int = 0,
         part: RowPart | None = None,
         multiple: int = 1,
     ) -> "LongestSegment":
         self = super().__new__(cls, longest)
-        self.lengths, self.part, self.multiple = tuple(lengths), part, multiple
-        self.unfilled = None if unfilled is None else tuple(unfilled)
+        self.lengths, self.fillers, self.part, self.multiple = tuple(lengths), fillers, part, multiple
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LongestSegment, (int(self), self.lengths, self.unfilled, self.part, self.multiple)
+        return LongestSegment, (int(self), self.lengths, self.fillers, self.part, self.multiple)
 
     __repr__ = int.__repr__
 
@@ -148,9 +147,10 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     """
     seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, POSITION_IDS))
     found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
-    filled = is_filled(inputs)  # positions then begin again in what fills the batch up, too
+    is_real = None if seq_idx is None or len(seq_idx) > 1 else seq_idx[0] != PADDING_SEGMENT
+    filled = is_real is not None and not is_real.all()  # positions then begin again in what fills the batch up, too
     if seq_idx is not None:
-        numbers = seq_idx[seq_idx != PADDING_SEGMENT][None] if filled and found else seq_idx.expand(rows, -1)
+        numbers = seq_idx[:, is_real] if filled and found else seq_idx.expand(rows, -1)
         found[SEQ_IDX] = borders_from_positions(numbers, step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
@@ -165,7 +165,7 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     for name, given in known.items():
         expected = known[first]
         if name == SEQ_IDX != first and filled:  # which numbers real tokens only
-            expected = [length for length in unfilled_lengths(inputs, found[first].tolist()) or () if length]
+            expected = expected[: len(expected) - fillers_in(inputs, found[first][: len(expected)].tolist())]
         if given != expected:
             raise PackingError(
                 f"{name}: expected segments of the same lengths as in {first}, {expected}, got {given}; "
@@ -196,42 +196,33 @@ def lengths_between(borders: Sequence[int]) -> list[int]:
     return lengths
 
 
-def is_filled(inputs: Mapping[str, Any]) -> bool:
-    """Return whether some tokens of a batch only fill it up, as PackingCollator marks them."""
-    seq_idx = inputs.get(SEQ_IDX)
-    return seq_idx is not None and len(seq_idx) == 1 and bool((seq_idx == PADDING_SEGMENT).any())
-
-
-def unfilled_lengths(inputs: Mapping[str, Any], borders: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the number of tokens in each segment without those that only fill it up; None if none are filled.
+def fillers_in(inputs: Mapping[str, Any], begins: Sequence[int]) -> int:
+    """Return the number of segments that only fill up a batch, as PackingCollator marks them.
 
     Args:
         inputs: keyword arguments of a model's forward, or a batch.
-        borders: cumulative lengths of the segments, starting with 0.
+        begins: the first token of each segment.
     """
-    if not is_filled(inputs):
-        return None
-    is_real = (inputs[SEQ_IDX][0] != PADDING_SEGMENT).cpu().numpy()
-    return tuple(np.diff(offsets_of(is_real)[np.clip(borders, 0, len(is_real))]).tolist())
+    seq_idx = inputs.get(SEQ_IDX)
+    return 0 if seq_idx is None or len(seq_idx) > 1 else int((seq_idx[0, [*begins]] == PADDING_SEGMENT).sum())
 
 
-def positions_of(lengths: Sequence[int], unfilled: Sequence[int]) -> npt.NDArray[np.int64]:
+def positions_of(lengths: Sequence[int], fillers: int) -> npt.NDArray[np.int64]:
     """Return the position of each token in its segment, int64 [tokens].
 
-    Positions of filled tokens start again before they exceed those of the segment's own tokens or, in a segment that
-    has none, those of all segments: some models depend on the largest position, or have no embedding for it.
+    Positions of filled tokens start again before they exceed all others: some models depend on the largest position, or
+    have no embedding for it.
 
     Args:
         lengths: number of tokens in each segment.
-        unfilled: number of tokens in each segment without those that only fill it up.
+        fillers: number of segments at the end that only fill up the batch.
 
     Example:
-        >>> positions_of([4, 2, 5], unfilled=[3, 2, 0]).tolist()
-        [0, 1, 2, 0, 0, 1, 0, 1, 2, 0, 1]
+        >>> positions_of([3, 2, 5], fillers=1).tolist()
+        [0, 1, 2, 0, 1, 0, 1, 2, 0, 1]
     """
-    periods = np.where(unfilled, unfilled, max(unfilled))
-    positions: npt.NDArray[np.int64] = indices_in_ranges(0, np.array(lengths)) % np.repeat(periods, lengths)
-    return positions
+    positions: npt.NDArray[np.int64] = indices_in_ranges(0, np.array(lengths))
+    return positions % max(lengths[: len(lengths) - fillers])
 
 
 def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
@@ -338,7 +329,7 @@ def fill_up(
     borders, known = filled[CU_SEQ_LENS[0]], filled[MAX_LENGTHS[0]]
     if max_segments is not None:
         borders = F.pad(borders, (0, max_segments + 1 - len(borders)), value=tokens)
-    known = LongestSegment(tokens or int(known), known.lengths, known.unfilled, multiple=align_tokens)
+    known = LongestSegment(tokens or int(known), known.lengths, known.fillers, multiple=align_tokens)
     return {**filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
@@ -362,10 +353,9 @@ def _with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str,
         for name, values in batch.items()
         if name not in _OF_SEGMENTS
     }
-    unfilled = (*own, *[0] * len(fillers))
-    filled[POSITION_IDS] = torch.from_numpy(positions_of(lengths, unfilled))[None]
+    filled[POSITION_IDS] = torch.from_numpy(positions_of(lengths, len(fillers)))[None]
     cu_seq_lens = torch.from_numpy(borders).to(batch[CU_SEQ_LENS[0]].dtype)
-    known = LongestSegment(max(lengths), lengths, unfilled)
+    known = LongestSegment(max(lengths), lengths, len(fillers))
     return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, cu_seq_lens), **dict.fromkeys(MAX_LENGTHS, known)}
 
 

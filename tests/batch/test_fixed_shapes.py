@@ -93,15 +93,17 @@ def test_aligned_batches_are_the_literal_ones_and_are_read_with_their_documents(
     row, known = read_layout(batch, training=True), layout_of_collator(batch)
     assert torch.equal(row.position_ids, batch["position_ids"])
     assert torch.equal(known.position_ids, batch["position_ids"])
-    assert (row.lengths, row.unfilled) == (known.lengths, known.unfilled) == (tuple(of_segments), known.unfilled)
+    number = len(given["cu_seq_lens_q"]) - 1
+    fillers = len(of_segments) - number
+    assert (row.lengths, row.fillers) == (known.lengths, known.fillers) == (tuple(of_segments), fillers)
     copied = pickle.loads(pickle.dumps(batch["max_length_q"]))
-    assert (copied.unfilled, copied.multiple) == (row.unfilled, align_tokens)
+    assert (copied.fillers, copied.multiple) == (fillers, align_tokens)
     assert documents_in(batch) == documents_in(given)
     assert micro_batch_counts([batch], "token").tolist() == micro_batch_counts([given], "token").tolist()
-    if row.unfilled is None:
+    if not fillers:
         assert batch["input_ids"].shape == given["input_ids"].shape
         return
-    assert [length for length in row.unfilled if length] == given["cu_seq_lens_q"].diff().tolist()
+    assert list(row.lengths[:number]) == given["cu_seq_lens_q"].diff().tolist()
     shape = {"tokens": batch["input_ids"].shape[1], "max_segments": len(of_segments) + 1}
     fixed = hfp.PackingCollator(align_tokens=align_tokens, **shape)(rows)
     assert all(torch.equal(fixed[name], batch[name]) for name in expected)
@@ -117,7 +119,7 @@ def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
     row = read_layout(filled, training=True)
     padding = [missing] if missing else []
     assert row.lengths == (*batch["cu_seq_lens_q"].diff().tolist(), *padding)
-    assert row.unfilled == ((*batch["cu_seq_lens_q"].diff().tolist(), 0) if missing else None)
+    assert row.fillers == (missing > 0)
     assert row.tokens == given + missing
     assert torch.equal(row.position_ids, filled["position_ids"])
     assert torch.equal(row.seq_idx[:, :given], batch["seq_idx"])
