@@ -109,11 +109,11 @@ def join_chunks(logits: Tensor, rows: Tensor, function: Reducer) -> Tensor:
 
 def _rows_of(logits: Tensor, rows: Tensor) -> tuple[Tensor, _Step]:
     """Return what is kept of some tokens, [chosen, width], and the function that makes their logits of it."""
-    known = logits.known if isinstance(logits, Logits) else logits
-    if known is not None:
-        return known.flatten(0, -2)[rows.to(known.device)], lambda part: part
-    assert isinstance(logits, Logits)
-    return logits.inputs_of(rows.to(logits.device)), logits.of
+    rows = rows.to(logits.device)
+    if isinstance(logits, Logits) and logits.known is None:
+        return logits.inputs_of(rows), logits.of
+    known = logits.values() if isinstance(logits, Logits) else logits
+    return known.flatten(0, -2)[rows], lambda part: part
 
 
 class Head:
@@ -242,19 +242,18 @@ class Logits(Tensor):
     @property
     def known(self) -> Tensor | None:
         """The values of the logits, once they are known."""
-        if self._known is None and self.base is not None and self.base.known is not None:
-            self._known = self.taken(self.base.known)
+        if self.base is not None and self.base.known is not None:
+            self.values()
         return self._known
 
     def values(self) -> Tensor:
         """Return the logits, and keep them."""
-        if self.base is not None:
-            self.base.values()
-        if self.known is None:
+        if self._known is None and self.base is not None:
+            self._known = self.taken(self.base.values())
+        if self._known is None:
             with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
                 self._known = self.of(self.inputs_of(slice(None))).view(self.shape)
-        assert self.known is not None
-        return self.known
+        return self._known
 
     def tokens(self, device: Any) -> Tensor:
         """Return the token of the batch that each of the logits belongs to, int64 [...]."""
@@ -296,8 +295,7 @@ class Logits(Tensor):
             return loss
         first = args[0] if args and isinstance(args[0], cls) else None
         # a custom autograd function runs without a graph, and expects plain tensors; that of DDP only clones
-        is_custom = first is not None and first.head.has_graph and not torch.is_grad_enabled()
-        if first is not None and (name == "clone" or not is_custom):
+        if first is not None and (name == "clone" or torch.is_grad_enabled() or not first.head.has_graph):
             later = first._after(name, lambda logits: function(logits, *args[1:], **kwargs), args[1:], kwargs)
             if later is not None:
                 return later
@@ -338,8 +336,9 @@ class Logits(Tensor):
 
 def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None:
     """Compute `F.cross_entropy` in chunks, and note its sum. Return None if torch has to compute it as usual."""
-    ndims = (logits.ndim, target.ndim) if isinstance(logits, Logits) else None
-    if ndims != (2, 1) or any(options[name] is not None for name in ("weight", "size_average", "reduce")):
+    if not isinstance(logits, Logits) or (logits.ndim, target.ndim) != (2, 1):
+        return None
+    if any(options[name] is not None for name in ("weight", "size_average", "reduce")):
         return None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})

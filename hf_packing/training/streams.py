@@ -89,21 +89,22 @@ def training_stream(
     Raises:
         PackingError: the stream, or the batching, is not supported.
     """
-    if batching is not None and not isinstance(batching, TokenBudget):
-        raise PackingError(
-            f"batching: expected a TokenBudget for a stream, got {type(batching).__name__}; pack the stream with "
-            "pack(stream, strategy, streams=64), and pass TokenBudget(max_length)"
-        )
-    if batching is not None and batching.match_documents_per_step is not None:
-        raise PackingError(
-            "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
-            f"{batching.match_documents_per_step}"
-        )
-    if batching is not None and batching.ranks_per_block > 1:
-        raise PackingError(
-            f"max_ranks_per_document: expected 1 for a stream, got {batching.ranks_per_block}; only documents of a "
-            "map-style dataset can be on several ranks"
-        )
+    if batching is not None:
+        if not isinstance(batching, TokenBudget):
+            raise PackingError(
+                f"batching: expected a TokenBudget for a stream, got {type(batching).__name__}; pack the stream with "
+                "pack(stream, strategy, streams=64), and pass TokenBudget(max_length)"
+            )
+        if batching.match_documents_per_step is not None:
+            raise PackingError(
+                "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
+                f"{batching.match_documents_per_step}"
+            )
+        if batching.ranks_per_block > 1:
+            raise PackingError(
+                f"max_ranks_per_document: expected 1 for a stream, got {batching.ranks_per_block}; only documents of a "
+                "map-style dataset can be on several ranks"
+            )
     if getattr(stream, "_distributed", None) is not None:
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
@@ -288,9 +289,6 @@ class StreamSummary:
         )
 
 
-Collate = Callable[[list[dict[str, Any]]], Batch]
-
-
 class MicroBatch(NamedTuple):
     """The next rows of a rank, joined to one batch."""
 
@@ -317,7 +315,7 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
     """How far they have come, by their numbers; those without a position have not begun."""
     rows_per_batch: int
     """Number of rows in a micro-batch."""
-    collate: Collate
+    collate: Callable[[list[dict[str, Any]]], Batch]
     """Joins rows to a batch."""
     names: Sequence[str]
     """Names of the columns to read."""
@@ -326,11 +324,8 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 
     def loader(self, workers: int, seed: int, **options: Any) -> DataLoader[MicroBatch]:
         """Return a DataLoader of the micro-batches. The seeds of workers follow from `seed`, not from torch's own."""
-        workers = self.usable_workers(workers)
-        if not workers:
-            options = {name: value for name, value in options.items() if name == "pin_memory"}
         as_it_is: Any = _as_it_is
-        seeds = torch.Generator().manual_seed(seed)
+        seeds, workers = torch.Generator().manual_seed(seed), self.usable_workers(workers)
         return DataLoader(self, batch_size=None, collate_fn=as_it_is, num_workers=workers, generator=seeds, **options)
 
     def usable_workers(self, workers: int) -> int:
@@ -491,9 +486,8 @@ class StreamLoader(StepLoader):
                 that were accumulated so far.
         """
         self._check_between_steps()
-        positions = self._positions
-        if self._accelerator.num_processes > 1:
-            positions = {stream: at for of_rank in gather_object([positions]) for stream, at in of_rank.items()}
+        of_ranks = gather_object([self._positions])
+        positions = {stream: at for of_rank in of_ranks for stream, at in of_rank.items()}
         return {
             "epoch": self.epoch,
             "steps": self.steps_done,

@@ -75,14 +75,10 @@ class _GradientsInForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [
-            None if each is None else _scaled(each, of_loss, dtype)
+            None if each is None else (each.to(_sum_type(each.dtype)) * of_loss).to(dtype)
             for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return None, None, *gradients
-
-
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return (gradient.to(_sum_type(gradient.dtype)) * factor).to(dtype)
 
 
 def _sum_type(dtype: torch.dtype) -> torch.dtype:
