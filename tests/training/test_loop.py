@@ -171,7 +171,7 @@ def test_packed_rows_whose_columns_contradict_each_other(kind):
     rows = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2], "position_ids": [0, 1, 0, 1]} for _ in range(4)]
     assert len(list(loader_of(kind(rows), hfp.TokenBudget(4)))) == 4
     rows[3]["position_ids"] = [0, 1, 2, 3]
-    with pytest.raises(hfp.PackingError, match="column 'position_ids': expected positions .* of row .*'seq_lengths'"):
+    with pytest.raises(hfp.PackingError, match="column 'position_ids': expected segments .* in row .*'seq_lengths'"):
         list(loader_of(kind(rows), hfp.TokenBudget(4)))
 
 
