@@ -69,7 +69,7 @@ def test_arrays_of_plans_and_caches(mark, tmp_path, plant):
     plan = hfp.plan_packing([3, 4, 5], hfp.BestFit(8))
     plan.save(tmp_path / "plan")
     plant(tmp_path / "plan" / "segment_length.npy", Planted(mark))
-    with pytest.raises(hfp.PackingError, match="readable array file segment_length.npy"):
+    with pytest.raises(hfp.PackingError, match="expected a valid segment_length.npy"):
         hfp.PackingPlan.load(tmp_path / "plan")
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[1, 2, 3], [4, 5]]})
     rows.save_to_disk(tmp_path / "rows")

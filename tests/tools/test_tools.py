@@ -482,20 +482,19 @@ def test_what_is_wrong_is_shown():
 
 
 @pytest.mark.parametrize(
-    ("job", "status"),
+    ("job", "note"),
     [
-        (StepJob("causal", "llama", "bfloat16"), "proven"),
-        (StepJob("sequence classification", "bert", "float32"), "proven"),
-        (StepJob("question answering", "bert", "float32", "own"), "not compared"),
+        (StepJob("causal", "llama", "bfloat16"), ""),
+        (StepJob("sequence classification", "bert", "float32"), ""),
+        (StepJob("question answering", "bert", "float32", "own"), ", of equal length, since padding changes the loss"),
     ],
 )
-def test_steps_are_proven(job, status):
+def test_steps_are_proven(job, note):
     """The logits of padding count in the loss of a question's answer."""
     assert job in step_jobs()
     found = measure_step(job)
-    assert (found.status, found.reason) == (status, "")
-    if status == "proven":
-        assert max(found.loss, found.gradient) < (0.05 if job.dtype == "bfloat16" else 1e-5)
+    assert (found.status, found.reason, found.note) == ("proven", "", note)
+    assert max(found.loss, found.gradient) < (0.05 if job.dtype == "bfloat16" else 1e-5)
 
 
 def test_which_differences_are_exact():
