@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from changing_layers import Merging, Packing, Replacing
+from tiers import fast_only
 from tiny_models import build
 from torch import nn
 from trainers import Gradients, documents, loader_of, trainer_of
@@ -87,7 +88,7 @@ def score_with_prefixes(model, _):
 ENTRIES = [patch_model, attach, prepare_dataloader, evaluation_loss, score, score_with_prefixes]
 
 
-@pytest.mark.parametrize("kind", [Merging, Replacing, Packing])
+@pytest.mark.parametrize("kind", fast_only([Merging, Replacing, Packing], Packing))
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_model_trains_as_if_it_was_never_in_evaluation_mode(entry, kind, tmp_path):
     expected, model = model_with(kind, is_inert=True), model_with(kind)

@@ -389,6 +389,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_refusals_are_the_same_on_all_ranks(tmp_path):
     on_ranks(refused, tmp_path, ranks=2)
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

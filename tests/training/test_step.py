@@ -449,7 +449,9 @@ def test_what_is_right_trains(name, tmp_path):
     assert report.loss == pytest.approx(report.unpacked_loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(
+    "name", fast_only([*FOUND], "Medusa", "a mean for each document", "teacher in a closure", "NEFTune")
+)
 def test_what_differs_is_found(name, tmp_path):
     trainer = FOUND[name](tmp_path)
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
