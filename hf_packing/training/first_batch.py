@@ -63,7 +63,8 @@ class FirstBatchProof:
 
     def _check_isolation(self, model: nn.Module, batch: Batch, mode: str) -> None:
         """Prove isolation on a batch, if a rank has several documents in it, or raise an error on all ranks."""
-        what, inner = f"isolation: proven on the first {mode} batch", inner_model(model)
+        part, inner = part_of_row(batch), inner_model(model)
+        what = f"isolation: proven on the first {mode} batch{f' on {part.layout.num_ranks} ranks' if part else ''}"
         whole = {name: values for name, values in batch.items() if name != COUNTS}  # of documents that begin in a part
         if what in self.proofs or not reduce((documents_in(whole) > 1).int(), reduction="sum"):
             return

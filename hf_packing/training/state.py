@@ -322,8 +322,8 @@ class AttachedRows(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
-        self.first_batch_proof.proofs.clear()  # of another model
         """How each model of the trainer runs padded batches."""
+        self.first_batch_proof.proofs.clear()  # of another model
         checked = self.source.collate_parts()
         assert checked is not None
         self.loss, self.checked = find_loss_unit(trainer, self.kind, checked, self._loss_unit), checked
