@@ -324,6 +324,7 @@ def test_two_processes(recipe, tmp_path):
         assert said.count("--learning_rate: expected") == 1
 
 
+@pytest.mark.slow
 def test_long_documents_have_the_losses_that_they_have_on_one_process(tmp_path):
     flags = flags_of("long_context", tmp_path, "--max_steps", 3, "--compare")
     done = run_script(RECIPES / "long_context.py", *flags, ranks=2, ACCELERATE_USE_CPU="true")

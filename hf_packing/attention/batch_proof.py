@@ -3,7 +3,6 @@
 If the proof fails, other runs find the module in which the difference begins.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,13 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
-from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import read_layout, roots
 from hf_packing.attention.model import embedding_of, without_ddp
-from hf_packing.attention.proof import Proof, on_any_rank, prove
-from hf_packing.attention.runs import Runner, logits_of
+from hf_packing.attention.proof import Proof, prove
+from hf_packing.attention.runs import Runner
 from hf_packing.attention.token_axes import tensors_in
-from hf_packing.attention.tolerance import BATCH, Tolerance, apart, differences, has_experts, spread
+from hf_packing.attention.tolerance import BATCH
 from hf_packing.batch.segments import part_in
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, MAX_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
@@ -103,41 +101,28 @@ def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def _prove_on_part(model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> Proof:
-    """Prove on a row that several ranks run together that replacing about half of its documents changes no others."""
-    runner = Runner(model, without_ddp(model))
-    inputs, pieces, lengths = _inputs_of(runner, batch), part.pieces, part.layout.lengths.tolist()
-    tokens, replaced = inputs["input_ids"], np.isin(pieces.document, _segments_to_replace(roots(lengths)))
-    is_replaced = torch.from_numpy(np.repeat(replaced, pieces.length)).to(runner.device)
+class PartCase(BatchCase):
+    """The part of a row on several ranks that this rank holds. Every piece of a document is a segment.
 
-    def run(ids: Tensor, noisy: bool = False) -> Tensor:
-        with runner.leaves(noisy=noisy):
-            return logits_of(runner.called, runner({**inputs, "input_ids": ids}))[0].detach()
+    All ranks of the row make the same calls: one on the row as it is, and one with about half of the documents
+    replaced. No document runs alone: the proof of the step compares whole documents with those of one rank.
+    """
 
-    with runner.undisturbed(training, in_series=True, keeps_modes=True), with_sampled_vocabulary(runner.model):
-        before = run(tokens)
-        unit, experts = spread(before), has_experts(runner.model)
-        noise = float(apart(run(tokens, noisy=True), before, unit).max()) if experts else 0.0
-        after = run(torch.where(is_replaced, _other_tokens(tokens, runner.model), tokens))
-    leak = differences(after, before)[~is_replaced]
-    is_leak = leak.any() and not (experts and Tolerance(runner.dtype, True, noise, BATCH).explains(leak / unit))
-    mode, dtype = "training" if training else "evaluation", str(runner.dtype).removeprefix("torch.")
-    problem = "replacing documents changed the outputs of other documents on several ranks" if is_leak else ""
-    sizes = f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {sum(lengths):,} in all"
-    where = f"{sizes}, in {mode} mode and {dtype}"
-    return Proof(
-        problem=problem,
-        max_leak=float(leak.max()) if leak.numel() else 0.0,
-        max_gradient_leak=math.nan,
-        mode=mode,
-        where=where,
-        tokens=sum(lengths),
-        documents=len(lengths),
-        alone=(),
-        longest=max(lengths),
-        gradients=False,
-        kernel=kernel_of(runner.model),
-    )
+    leaks = "replacing documents changed the outputs of other documents on several ranks"
+    makes_same_calls = True
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
+        runner, pieces = Runner(model, without_ddp(model)), part.pieces
+        self.inputs = _inputs_of(runner, batch)
+        tokens = self.inputs["input_ids"].flatten()
+        self.places = torch.arange(len(tokens), device=runner.device)
+        segments = roots(pieces.length.tolist())
+        others = _other_tokens(tokens, runner.model)
+        Case.__init__(self, runner, training, segments, range(len(segments.lengths)), tokens, others)
+        row = roots(part.layout.lengths.tolist())
+        self.lengths, self.num_tokens = row.lengths, row.tokens
+        self.replacements = [np.flatnonzero(np.isin(pieces.document, _segments_to_replace(row))).tolist()]
+        self.wants_gradients, self.sample = False, []
 
 
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
@@ -227,11 +212,10 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
             ignored.
         training: whether to run the model in training mode.
     """
-    if part := part_in(batch):
-        return _prove_on_part(model, batch, part, training)
-    case = BatchCase(model, batch, training)
+    part = part_in(batch)
+    case = PartCase(model, batch, part, training) if part else BatchCase(model, batch, training)
     proof = prove(case)
-    if on_any_rank(case.model, bool(proof.problem)):
+    if case.on_any_rank(bool(proof.problem)):
         place = locate_leak(case)
         if proof.problem and place:
             return replace(proof, problem=f"{proof.problem}; the difference begins in {place}")
@@ -254,26 +238,30 @@ def locate_leak(case: BatchCase) -> str:
 
     All ranks make the same calls.
     """
-    document, (replaced,) = case.sample[0], case.replacements
+    (replaced,) = case.replacements
     kept, own = torch.zeros(2, case.inputs["input_ids"].numel(), dtype=torch.bool, device=case.places.device)
     kept[case.places] = ~case.has_tokens(case.may_notice(replaced))
-    own[case.places] = case.has_tokens(case.paths[document or 0])
-    length = int(own.sum())
     with case.undisturbed(), case.runner.eagerly():
-        before, after, inside = (
-            _record(case.model, len(own), places, case.run, each)
-            for places, each in ((kept, ()), (kept, replaced), (own, ()))
-        )
+        before, after = (_record(case.model, kept, partial(case.run, each)) for each in ((), replaced))
+        place = _first_difference(case.model, before, after, 0)
+        if not case.sample:
+            return place
+        document = case.sample[0]
+        own[case.places] = case.has_tokens(case.paths[document or 0])
+        inside = _record(case.model, own, case.run)
         with case.runner.unpatched():
-            alone = _record(case.model, length + -length % case.multiple, slice(length), case.run_alone, document)
+            length = int(own.sum())
+            is_own = torch.arange(length + -length % case.multiple, device=own.device) < length
+            alone = _record(case.model, is_own, partial(case.run_alone, document))
     rounding = _ROUNDING if case.runner.dtype in (torch.float32, torch.float64) else _ROUNDING_IN_HALF
-    return _first_difference(case.model, before, after, 0) or _first_difference(case.model, inside, alone, rounding)
+    return place or _first_difference(case.model, inside, alone, rounding)
 
 
-def _record(model: nn.Module, tokens: int, places: Any, run: Callable[[Any], Any], option: Any) -> _Records:
-    """Run a model, and return what is known of some places in the calls of modules on so many tokens. Several packed
-    rows count as one long row."""
+def _record(model: nn.Module, places: Tensor, run: Callable[[], Any]) -> _Records:
+    """Run a model, and return what is known of some places, bool [tokens], in the calls of modules on so many tokens.
+    Several packed rows count as one long row."""
     records: _Records = {}
+    tokens = len(places)
 
     def sums(value: Any) -> list[Tensor]:
         return [
@@ -292,7 +280,7 @@ def _record(model: nn.Module, tokens: int, places: Any, run: Callable[[Any], Any
     with ExitStack() as stack:
         for module in names:
             stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
-        run(option)
+        run()
     return records
 
 

@@ -17,12 +17,19 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.model import Arguments, Inputs, distinctive_lengths, distinctive_multiple, embedding_of
+from hf_packing.attention.model import (
+    Arguments,
+    Inputs,
+    distinctive_lengths,
+    distinctive_multiple,
+    embedding_of,
+    has_local_weights,
+)
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,
@@ -66,7 +73,7 @@ class Run:
 
     def of(self, segments: Sequence[int]) -> Tensor:
         """Return the outputs of some segments, such as those of a document."""
-        return torch.cat([self.outputs[each] for each in segments])
+        return torch.cat([self.outputs[0][:0], *(self.outputs[each] for each in segments)])
 
 
 @dataclass
@@ -111,6 +118,8 @@ class Case:
     """The model's inputs for the batch, with input_ids [rows, tokens]."""
     places: Tensor
     """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
+    makes_same_calls = False
+    """True if several ranks run the batch together, and have to make the same calls."""
     multiple = 1
     """Documents that run alone are filled up to a multiple of so many tokens, as the batch is."""
 
@@ -121,6 +130,10 @@ class Case:
         self.segment = torch.repeat_interleave(torch.tensor(trees.lengths, device=runner.device))
         """The segment of each token, int64 [tokens]."""
         self.paths = [trees.segments_of(end) for end in ends]
+        self.lengths: Sequence[int] = [sum(trees.lengths[each] for each in path) for path in self.paths]
+        """The number of tokens of each document."""
+        self.num_tokens = trees.tokens
+        """The number of tokens of all documents together."""
         self.replacements = [[each] for each in range(len(trees.lengths))]
         """The segments that are replaced together, for each run with replaced segments."""
         self.sample: list[int | None] = [*range(len(ends))]
@@ -136,10 +149,9 @@ class Case:
     def model(self) -> PreTrainedModel:
         return self.runner.model
 
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each document."""
-        return [sum(self.trees.lengths[each] for each in path) for path in self.paths]
+    def on_any_rank(self, found: bool) -> bool:
+        """Return whether `found` is True on any of the ranks that make the same calls, as those that shard a model."""
+        return any(gather_object([found])) if self.makes_same_calls or not has_local_weights(self.model) else found
 
     def tolerance(self, *known: Alone) -> Tolerance:
         """Return the tolerance for a comparison with these documents alone or, by default, with all that are known."""

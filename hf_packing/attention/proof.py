@@ -16,13 +16,10 @@ A proof of a few short documents takes about ten forwards, that of a training ba
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Alone, Case, Run
 from hf_packing.attention.kernels import fallbacks, kernel_of
-from hf_packing.attention.model import has_local_weights
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tolerance import (
     GRADIENT_LENIENCE,
@@ -93,7 +90,7 @@ def prove(case: Case) -> Proof:
                 if not fall_back(str(error)):
                     raise
             else:
-                is_wrong = on_any_rank(case.model, bool(proof.problem))
+                is_wrong = case.on_any_rank(bool(proof.problem))
                 if not (is_wrong and fall_back(proof.problem or "isolation is not proven on another rank")):
                     return proof
 
@@ -107,7 +104,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         changes = [_change(case, packed, replaced) for replaced in case.replacements]
         case.known = case.known or [case.alone()]
         problem = _problem(case, packed, changes)
-        if on_any_rank(case.model, bool(problem)):
+        if case.on_any_rank(bool(problem)):
             # some models are not deterministic, and some attention functions have had bugs
             repeated = case.run()
             if case.known[0].noise is None:
@@ -117,7 +114,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
                 case.known.append(case.alone(other))
                 case.measure_noise(case.known[-1])
             problem = _problem(case, packed, changes, repeated)
-    route, tokens, documents = route_of(case.model), case.trees.tokens, len(case.paths)
+    route, lengths, tokens = route_of(case.model), case.lengths, case.num_tokens
     mode, dtype = "training" if case.training else "evaluation", str(case.runner.dtype).removeprefix("torch.")
     return Proof(
         problem=problem,
@@ -125,13 +122,13 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         max_gradient_leak=packed.reach,
         mode=mode,
         where=(
-            f"{documents:,} documents of up to {max(case.lengths):,} tokens, {tokens:,} in all, in {mode} mode "
+            f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {tokens:,} in all, in {mode} mode "
             f"and {dtype}"
         ),
         tokens=tokens,
-        documents=documents,
-        alone=tuple(sorted({case.lengths[each] for each in case.known[0].runs})),
-        longest=max(case.lengths),
+        documents=len(lengths),
+        alone=tuple(sorted({lengths[each] for each in case.known[0].runs})),
+        longest=max(lengths),
         gradients=bool(packed.gradients),
         kernel=kernel_of(case.model) if route is not None and route.method.attention else "",
     )
@@ -139,14 +136,12 @@ def _prove_on_one_kernel(case: Case) -> Proof:
 
 _Change = tuple[Tensor, bool]
 """The differences where nothing may change when segments are replaced, or a single zero if there are none; and whether
-unchanged tokens behind replaced ones have other outputs or, if there are none, the replaced ones."""
+unchanged tokens behind replaced ones have other outputs or, if there are none, the replaced ones, if there are any."""
 
 
 def _change(case: Case, before: Run, replaced: list[int]) -> _Change:
     """Run a case with replaced segments, and return what changes."""
     after, noticing = case.run(replaced), case.may_notice(replaced)
-    if not replaced:  # a call that only other ranks need
-        return before.outputs[0].new_zeros(1), True
     kept = sorted({*range(len(before.outputs))}.difference(noticing))
     left, right = after.of(kept), before.of(kept)
     inside, least = differences(after.of(noticing), before.of(noticing)).amax(1), 0.0
@@ -154,7 +149,7 @@ def _change(case: Case, before: Run, replaced: list[int]) -> _Change:
     if behind.shape == inside.shape and behind.any():
         inside, least = inside[behind], LEAST_SEEN * spread(torch.cat(before.outputs))
     same = torch.equal(left, right)
-    return left.new_zeros(1) if same else differences(left, right), bool(inside.max() > least)
+    return left.new_zeros(1) if same else differences(left, right), not noticing or bool(inside.max() > least)
 
 
 def _largest_leak(changes: list[_Change]) -> float:
@@ -221,11 +216,6 @@ def _difference(case: Case, packed: Run, alone: Alone, unit: float) -> str:
                     f"the {case.where} and the document alone"
                 )
     return ""
-
-
-def on_any_rank(model: PreTrainedModel, found: bool) -> bool:
-    """Return whether `found` is True on any of the ranks that shard a model, which make the same calls."""
-    return found if has_local_weights(model) else any(gather_object([found]))
 
 
 def require(*cases: Case) -> list[Proof]:

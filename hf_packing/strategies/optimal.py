@@ -11,7 +11,7 @@ from hf_packing.checks import check_real, set_fields
 from hf_packing.planning.best_fit import best_fit_patterns
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import pack_lower_bound
-from hf_packing.planning.patterns import Patterns, patterns_from_runs
+from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
 from hf_packing.strategies.column_generation import (
     LEAST_GAIN,
@@ -26,8 +26,6 @@ from hf_packing.strategies.column_generation import (
 
 _SHARE_FOR_FRACTIONS = 0.6
 """Share of the time limit that column generation may use. The remaining time is for rounding to whole packs."""
-_FEW_SEGMENTS = 8
-"""Number of segments up to which all ways to pack them, at most 4,140, are tried if column generation leaves a gap."""
 
 
 @register_strategy
@@ -131,9 +129,6 @@ def _optimal_packs(counts: IntArray, capacity: int, max_documents: int | None, t
     how += f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
     if not (relaxation.finished and to_its_end):
         how += f", stopped by the time limit of {time_limit:g} s"
-    if min(found.num_packs, best_fit.num_packs) > bound and int(counts.sum()) <= _FEW_SEGMENTS:
-        exact = fewest_packs_of_few(counts, capacity, max_documents)
-        return Solution(exact, exact.num_packs, "the fewest packs of all ways to pack so few segments")
     if found.num_packs >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit, since no fewer packs were found with {how}")
     return Solution(found, bound, how)
@@ -152,27 +147,6 @@ def _proven_bound(counts: IntArray, slots: IntArray, problem: Problem, duals: Du
         value = np.append(0.0, duals.value)[np.searchsorted(slots, lengths, side="right")]
         bound = float(counts[lengths] @ value)
     return int(np.ceil(bound * (1 - LEAST_GAIN * (problem.capacity + 1)) - ROUNDING))
-
-
-def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | None) -> Patterns:
-    """Try all ways to pack a few segments, and return the first with the fewest packs.
-
-    Args:
-        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
-        capacity: capacity of each pack, in tokens.
-        max_documents: maximum number of segments in a pack; None for no limit.
-    """
-    ways: list[list[list[int]]] = [[]]
-    for length in np.repeat(np.arange(len(counts)), counts).tolist():
-        ways = [
-            [*way[:place], [*pack, length], *way[place + 1 :]]
-            for way in ways
-            for place, pack in enumerate([*way, []])
-            if sum(pack) + length <= capacity and len(pack) < (max_documents or capacity)
-        ]
-    fewest = min(ways, key=len)
-    runs = [(length, number, 1, 1) for number, pack in enumerate(fewest) for length in pack]
-    return patterns_from_runs(runs, len(fewest), capacity)
 
 
 _MAX_SLOTS = 1000
