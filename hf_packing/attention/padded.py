@@ -388,13 +388,27 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
         forward: forward of a module that takes no packed rows.
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
+
+    Raises:
+        ModelNotSupportedError: the module computes something of all rows together, or takes no rows of some length.
     """
     groups = [
         replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
         for length in sorted({*rows.lengths} - {0})
     ]
     places = [group._places.view(-1, max(group.lengths)) for group in groups]
-    outputs = [_without_caches(forward(**rows.take(dict(inputs), each))) for each in places]
+    outputs = []
+    for each in places:
+        given = rows.take(dict(inputs), each)
+        try:
+            outputs.append(_without_caches(forward(**given)))
+        except torch.OutOfMemoryError:  # says nothing about the module
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ModelNotSupportedError(
+                f"its backbone runs on the rows of each length separately, and fails on {len(each)} rows of "
+                f"{each.shape[1]} tokens: {error}"
+            ) from error
     found = [dict(leaves(output)) for output in outputs]
 
     def join(path: Path, leaf: Tensor) -> Any:

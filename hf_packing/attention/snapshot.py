@@ -421,9 +421,10 @@ class ConstantDraws(TorchFunctionMode):
         given = {} if name.startswith("rand") else dict(zip(names, args[1:], strict=False))
         of = {"from": 0.0, "to": 1.0, "mean": 0.0, "std": 1.0} | given | (kwargs or {})
         low, high = (of["from"], of["to"]) if "to" in names else (of["mean"] - of["std"], of["mean"] + of["std"])
-        found.fill_(low + 0.75 * (high - low))
-        if found.ndim > 2:
-            found[..., ::2] = low + 0.25 * (high - low)
+        with torch.no_grad():  # new parameters of a model that changes its layers
+            found.fill_(low + 0.75 * (high - low))
+            if found.ndim > 2:
+                found[..., ::2] = low + 0.25 * (high - low)
         return found
 
 

@@ -119,8 +119,8 @@ class TokenAxes:
         if key not in self.known and key[1] > 0:
             raise PackingError(
                 f"{self.where}: the tensor {_dotted(path)} of shape {sizes} did not occur when the model was patched, "
-                "so its token axis is unknown; call the model with the usual inputs of training, such as input_ids and "
-                "labels"
+                "so its token axis is unknown; call the model with the usual inputs of training. A model that makes "
+                "inputs of the labels, as those with an encoder and a decoder do, cannot train on packed rows"
             )
         return self.known.get(key, ())
 

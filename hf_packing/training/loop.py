@@ -34,7 +34,7 @@ from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import save_with
 from hf_packing.training.sources import Reading, Source, open_source, warn_of_columns_left_out
-from hf_packing.training.step_cases import case_of_loop
+from hf_packing.training.step_cases import LoopCase
 from hf_packing.training.streams import StreamLoader
 
 _DECIDED_BY_BATCHING = frozenset(
@@ -146,7 +146,7 @@ def prepare_dataloader(
         # the model then can compute the loss itself
         keeps_labels = loss == "token" and (model is None or (known is not None and known.is_divided))
         proves = prove == "first batch" or balanced.ranks_per_block > 1
-        step_case = partial(case_of_loop, source, accelerator, collator, loss)
+        step_case = partial(LoopCase, collator=collator, loss=loss, source=(source, accelerator))
         steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if proves else None, step_case)
         loader: PackedLoader | StreamLoader = source.loader(
             accelerator, collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}

@@ -98,9 +98,9 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
     fits = f"; {best!r} fits better" if best else ""
     raise PackingError(
         f"loss_unit: expected {expected}, of which the loss of {what} is a mean, but it is {together.loss} on some "
-        f"rows, and {' and '.join(map(str, losses))} on parts of them{fits}. Its "
-        "gradient would depend on which rows share a micro-batch. attach(trainer, None) keeps the trainer's batches, "
-        "and takes out their padding"
+        f"rows, and {' and '.join(map(str, losses))} on parts of them{fits}. Its gradient would depend on which rows "
+        "share a micro-batch, as that of a loss which reads padding does. attach(trainer, None) keeps the trainer's "
+        "batches, and takes out their padding"
     )
 
 

@@ -173,10 +173,11 @@ def predicts_next(model: nn.Module) -> bool:
         _ask(model)  # an error that is kept would keep the model, too
     except Exception as error:  # as above
         failure = error
+    why = f" ({failure})" if failure else ""
     raise PackingError(
         f"model: expected a causal or a masked language model that returns a loss of its logits, got "
-        f"{type(inner).__name__}; {NoLanguageModelError.SUPPORTED}. To train a token classifier, use patch_model and a "
-        "Trainer with PackingCollator(keep_first_labels=True)"
+        f"{type(inner).__name__}{why}; {NoLanguageModelError.SUPPORTED}. To train a token classifier, use patch_model "
+        "and a Trainer with PackingCollator(keep_first_labels=True)"
     ) from failure
 
 

@@ -66,6 +66,8 @@ class Attached(ABC):
         self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
         self.prove = prove
+        self.first_batch_proof: FirstBatchProof | None = None
+        """Proves the first batch; None if nothing is proven of it."""
         self.max_tokens = batching.most_tokens
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
         self.step_counts = StepCounts()
@@ -176,7 +178,6 @@ class AttachedPacks(Attached):
         sft_trainer = sft_trainer_of(trainer)
         self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
         """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
-        self.first_batch_proof = FirstBatchProof()
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running, or was the last."""
         self.evaluation: TokenMean | None = None
@@ -254,7 +255,8 @@ class AttachedPacks(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove, self.batching.ranks_per_block)
-        self.first_batch_proof.proofs.clear()  # of another model
+        proves = self.prove == "first batch" or self.batching.ranks_per_block > 1
+        self.first_batch_proof = FirstBatchProof() if proves else None
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)
@@ -304,7 +306,7 @@ class AttachedRows(Attached):
                 f"max_ranks_per_document: expected 1 for {type(trainer).__name__}, whose rows stay whole, got "
                 f"{batching.ranks_per_block}"
             )
-        self._loss_unit, self.first_batch_proof = loss_unit, FirstBatchProof()
+        self._loss_unit = loss_unit
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers
@@ -317,13 +319,13 @@ class AttachedRows(Attached):
         self.source = WholeRows(stock.dataset, sampler, stock.collate_fn)
 
     def __str__(self) -> str:
-        step = f"\n{self.first_batch_proof}" if self.prove == "first batch" else ""
+        step = f"\n{self.first_batch_proof}" if self.first_batch_proof else ""
         return f"the loss is a mean of {self.loss}\n{self.models}{step}"
 
     def settle(self, trainer: Trainer) -> None:
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
         """How each model of the trainer runs padded batches."""
-        self.first_batch_proof.proofs.clear()  # of another model
+        self.first_batch_proof = FirstBatchProof() if self.prove == "first batch" else None
         checked = self.source.collate_parts()
         assert checked is not None
         self.loss, self.checked = find_loss_unit(trainer, self.kind, checked, self._loss_unit), checked
@@ -342,5 +344,4 @@ class AttachedBatches:
         self.kind = type(trainer)
         """The trainer's class before attach."""
         self.own_collator = self.collator = trainer.data_collator
-        self.prove = prove
-        self.first_batch_proof = FirstBatchProof()
+        self.first_batch_proof = FirstBatchProof() if prove == "first batch" else None

@@ -59,7 +59,8 @@ class StepReport:
     note: str = ""
     """What else is to be known of the comparison."""
     compared: bool = True
-    """False if nothing could be compared, since padding changes the loss, and every batch has some."""
+    """False if nothing could be compared, since rounding changes the loss, or padding, of which every batch has some.
+    """
 
     @property
     def same(self) -> bool:
@@ -101,6 +102,9 @@ class StepCase(ABC):
         return None
 
 
+_CHAOS = 0.1
+"""Steps are not compared if rounding changes both the loss and a gradient by more than this share."""
+
 _MORE_PADDING = 5
 """Tokens of padding that are added to every row to find out whether padding is neutral."""
 
@@ -114,12 +118,15 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
             unpadded = case.choose(without_padding=True)
             if on_any_rank(unpadded is None):  # then no rank compares it, since all make the same calls
                 unpadded = None
-            if not _padding_is_neutral(case, of if unpadded is None else unpadded):
+            if not all(_padding_is_neutral(case, each) for each in (of, unpadded) if each is not None):
                 of = unpadded
                 if of is not None:
                     note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
                 else:
-                    note, steps = ", whose loss changes with padding", steps._replace(differ=False)
+                    note = ", whose loss changes with padding"
+        if steps.differ and on_any_rank(steps.noise > _CHAOS):
+            of, note = None, f", whose loss changes by {steps.noise:.0%} with rounding"
+        steps = steps._replace(differ=steps.differ and of is not None)
         problem = steps.describe() if steps.differ else ""
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
@@ -145,18 +152,22 @@ class _Steps(NamedTuple):
     difference: StepDifference
     differ: bool
     """Whether the steps differ on any rank."""
+    noise: float = 0.0
+    """The share by which rounding changes the unpacked loss, and a gradient; measured only after a difference."""
 
     @classmethod
     def of(cls, case: StepCase, of: Any) -> "_Steps":
         items = case.sizes(of)[-1]
         packed, unpacked = _on_all_ranks(case, case.packed(of), unpatched=False), case.unpacked(of, 0)
         right = _on_all_ranks(case, unpacked, unpatched=True)
-        difference = compare(packed, right, case.runner.dtype)
+        difference, noise = compare(packed, right, case.runner.dtype), 0.0
         if differ := on_any_rank(difference.found and items > 0):
             noisy = case.runner.run(unpacked, unpatched=True, noisy=True)
             difference = compare(packed, right, case.runner.dtype, noisy)
             differ = on_any_rank(difference.found and items > 0)
-        return cls(case, of, packed, right, difference, differ)
+            by_noise = compare(noisy, right, case.runner.dtype)
+            noise = min(by_noise.loss, by_noise.largest)
+        return cls(case, of, packed, right, difference, differ, noise)
 
     def describe(self) -> str:
         """Return how the steps differ, and what is known of the cause. All ranks make the same calls."""

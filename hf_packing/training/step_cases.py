@@ -65,6 +65,7 @@ def documents_of(batch: Batch) -> list[Document]:
     ids = batch[INPUT_IDS]
     columns = {name: each for name, each in batch.items() if name not in _NOT_OF_TOKENS and _is_like(each, ids)}
     if not is_tree_batch(batch):
+        columns[LABELS] = batch[labels_key(batch)]
         borders, is_own = batch[CU_SEQ_LENS[0]].tolist(), batch[SEQ_IDX][0] != PADDING_SEGMENT
         places = [begin + is_own[begin:end].nonzero()[:, 0] for begin, end in pairwise(borders)]
         return [{name: each[:, own] for name, each in columns.items()} for own in places if len(own)]
@@ -235,16 +236,16 @@ class TrainerCase(PackedCase):
         rows = self.rows(of)
         if not self.training:
             whole = send_to_device(self.collator(trees_of_documents(rows) if self.makes_trees else rows), device)
-            return lambda: _evaluated(copy.copy(trainer), self.model, whole)
+            return lambda: _not_proving(trainer, TokenMean(device)).compute_loss(self.model, whole)
         inputs = send_to_device(state.source.batch_of(rows, trainer.accelerator, self.collator), device)
         own = torch.tensor(self.sizes(of)[-1], device=device)
         processes, ranks = trainer.accelerator.num_processes, data_rank(trainer.accelerator).world_size
         everywhere = trainer.accelerator.gather(own[None]).sum() * ranks / processes / self.runner.ranks_per_row
 
         def loss() -> Tensor:
-            asked = copy.copy(trainer)
+            asked = _not_proving(trainer)
             divisor = StepCounts().add(asked.counts_of([inputs, inputs], device))
-            found = asked.packed_loss(self.model, inputs, num_items_in_batch=divisor)
+            found = asked.compute_loss(self.model, inputs, num_items_in_batch=divisor)
             return found * (2 * everywhere / (own.clamp(min=1) * ranks))  # type: ignore[no-any-return]
 
         return loss
@@ -258,31 +259,37 @@ class LoopCase(PackedCase):
 
     Args:
         model: a patched model, with or without wrappers.
-        documents: the documents to choose from.
+        batch: a batch of the loop, whose documents make the step if the source is not one of packed rows.
         collator: the collator of the loop.
-        collate: makes a packed batch of documents with it.
         function: computes the loss of a model and a batch; None for `compute_loss`, and the model's own loss unpacked.
         loss: what the loss is a mean over.
-        most_tokens: the number of tokens of a batch.
-        ranks: number of ranks that run a row together.
-        makes_trees: whether documents share prefixes in the batch.
+        source: where the batches come from, if it is known, and the accelerator with which they are made.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        documents: Sequence[Document],
+        batch: Batch,
         collator: PackingCollator,
-        collate: Callable[[Sequence[Any]], Batch],
-        function: Callable[[nn.Module, Batch], Tensor] | None,
-        loss: Loss,
-        most_tokens: int | None,
-        ranks: int = 1,
-        makes_trees: bool = False,
+        function: Callable[[nn.Module, Batch], Tensor] | None = None,
+        loss: Loss = "token",
+        source: tuple[Source, Accelerator] | None = None,
     ) -> None:
-        super().__init__(StepRunner(model, ranks_per_row=ranks), collator, makes_trees)
-        self.model, self.collate, self.function, self.loss = model, collate, function, loss
-        self.documents, self.most_tokens = documents, most_tokens
+        part = part_of_row(batch)
+        runner = StepRunner(model, ranks_per_row=part.layout.num_ranks if part else 1)
+        super().__init__(runner, collator, source[0].shares_prefixes if source else is_tree_batch(batch))
+        self.model, self.function, self.loss, self.source = model, function, loss, source
+        self.most_tokens, batches = batch[INPUT_IDS].shape[1], iter([batch])
+        if source and isinstance(source[0], PackedRows):
+            batches = (collator([row]) for _, row in source[0].next_rows(_READ))
+        self.documents = [document for each in batches for document in documents_of(each)]
+
+    def collate(self, rows: Sequence[Any]) -> Batch:
+        """Return the packed batch of some rows."""
+        if self.source is not None:
+            source, accelerator = self.source
+            return source.batch_of(rows, accelerator, self.collator)
+        return self.collator(trees_of_documents(rows) if self.makes_trees else rows)
 
     def packed(self, of: list[Document]) -> Callable[[], Tensor]:
         inputs, items = send_to_device(self.collate(self.rows(of)), self.device), max(1, self.sizes(of)[-1])
@@ -300,23 +307,6 @@ class LoopCase(PackedCase):
         if (function := self.function) is not None:
             return lambda: function(self.model, inputs)
         return lambda: self.model(**inputs).loss
-
-
-def case_of_loop(
-    source: Source, accelerator: Accelerator, collator: PackingCollator, loss: Loss, model: nn.Module, batch: Batch
-) -> LoopCase:
-    """Return the case of a proof of the step of a loop that reads a source, and of which this is the first batch."""
-    batches = (collator([row]) for _, row in source.next_rows(_READ)) if isinstance(source, PackedRows) else [batch]
-    documents = [document for each in batches for document in documents_of(each)]
-
-    def collate(rows: Sequence[Any]) -> Batch:
-        return source.batch_of(rows, accelerator, collator)
-
-    part = part_of_row(batch)
-    ranks = part.layout.num_ranks if part else 1
-    return LoopCase(
-        model, documents, collator, collate, None, loss, batch[INPUT_IDS].shape[1], ranks, source.shares_prefixes
-    )
 
 
 class RowsCase(StepCase):
@@ -344,9 +334,9 @@ class RowsCase(StepCase):
         own, ranks = sum(each[COUNTS][-1] for each in inputs), data_rank(trainer.accelerator).world_size
 
         def loss() -> Tensor:
-            asked = copy.copy(trainer)
+            asked = _not_proving(trainer)
             items = StepCounts().add(asked.counts_of(inputs, device))
-            losses = [asked.weighted_loss(self.model, each, num_items_in_batch=items) for each in inputs]
+            losses = [asked.compute_loss(self.model, each, num_items_in_batch=items) for each in inputs]
             return sum(losses) * (items / (own * ranks))  # type: ignore[no-any-return]
 
         return loss
@@ -430,14 +420,12 @@ def _runner_of(trainer: Any, model: nn.Module, ranks_per_row: int = 1) -> StepRu
         return StepRunner(model, others, ranks_per_row, holders, without)
 
 
-def _evaluated(trainer: Any, model: nn.Module, inputs: Batch) -> Tensor:
-    """Return the loss of a batch in an evaluation, without adding it to the one that is running."""
-    state = trainer.attached
-    running, state.evaluation = state.evaluation, TokenMean(trainer.args.device)
-    try:
-        return trainer.packed_loss(model, inputs)  # type: ignore[no-any-return]
-    finally:
-        state.evaluation = running
+def _not_proving(trainer: Any, evaluation: TokenMean | None = None) -> Any:
+    """Return a shallow copy of an attached trainer that proves nothing, in an evaluation or not."""
+    asked = copy.copy(trainer)
+    asked.attached = copy.copy(trainer.attached)
+    asked.attached.first_batch_proof, asked.attached.evaluation = None, evaluation
+    return asked
 
 
 def _stock_loss(stock: Any, model: nn.Module, inputs: Batch) -> Callable[[], Tensor]:
@@ -561,15 +549,7 @@ def check_step(
         check_patched(of)
         if batch is None:
             raise PackingError("batch: expected a packed batch beside a model, got None")
-        makes_trees, collator = is_tree_batch(batch), PackingCollator(not predicts_next(of))
-        documents = documents_of(batch if makes_trees else {**batch, LABELS: batch[labels_key(batch)]})
-
-        def collate(rows: Sequence[Any]) -> Batch:
-            return collator(trees_of_documents(rows) if makes_trees else rows)
-
-        return prove_step(
-            LoopCase(of, documents, collator, collate, loss, "token", batch[INPUT_IDS].shape[1], 1, makes_trees)
-        )
+        return prove_step(LoopCase(of, batch, PackingCollator(not predicts_next(of)), loss))
     state = getattr(of, "attached", None)
     if state is None or loss is not None:
         what = "a trainer after attach" if state is None else "no function beside a trainer, which computes its loss"

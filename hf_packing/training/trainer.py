@@ -122,35 +122,13 @@ class PackedTrainer(AttachedTrainer):
         """Let the trainer compute its own loss of a micro-batch, and weight it by its share of the optimizer step."""
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
-        if state.prove == "first batch" or part_of_row(inputs):
-            batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
-            state.first_batch_proof.check(
+        if (proof := state.first_batch_proof) is not None:
+            proof.check(
                 model,
-                batch,
+                {**inputs, ITEMS: num_items_in_batch} if trains else inputs,
                 "training" if model.training else "evaluation",
                 lambda mode: self.step_case(model, inputs, mode == "training"),
             )
-        return self.packed_loss(model, inputs, return_outputs, num_items_in_batch, **named)
-
-    def step_case(self, model: nn.Module, batch: Batch | None, training: bool = True) -> TrainerCase:
-        """Return the case of a proof of the step."""
-        if training and not isinstance(self.attached.source, StreamedRows):
-            batch = None  # of which the rows are read again
-        elif batch is None:
-            batch = next(iter(self.get_train_dataloader()))
-        return TrainerCase(self, model, batch, training)
-
-    def packed_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-        **named: Any,
-    ) -> Any:
-        """Return the loss of a micro-batch, as `compute_loss` does, of which nothing has to be proven any more."""
-        state, evaluation = self.attached, self.attached.evaluation
-        trains = evaluation is None and num_items_in_batch is not None
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
         loss = state.loss if trains or model.training else "token"
@@ -169,6 +147,14 @@ class PackedTrainer(AttachedTrainer):
         if evaluation is not None:
             evaluation.add(mean, step.own)
         return (mean, *outputs) if outputs else mean
+
+    def step_case(self, model: nn.Module, batch: Batch | None, training: bool = True) -> TrainerCase:
+        """Return the case of a proof of the step."""
+        if training and not isinstance(self.attached.source, StreamedRows):
+            batch = None  # of which the rows are read again
+        elif batch is None:
+            batch = next(iter(self.get_train_dataloader()))
+        return TrainerCase(self, model, batch, training)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with borders_required():
@@ -241,24 +227,10 @@ class WholeRowTrainer(AttachedTrainer):
         num_items_in_batch: Any = None,
         **named: Any,
     ) -> Any:
-        state = self.attached
-        if state.prove == "first batch" and num_items_in_batch is not None and model.training:
-            state.first_batch_proof.check_step("training", lambda: self.step_case(model))
-        return self.weighted_loss(model, inputs, return_outputs, num_items_in_batch, **named)
-
-    def step_case(self, model: nn.Module, _: Batch | None = None) -> RowsCase:
-        """Return the case of a proof of the step."""
-        return RowsCase(self, model)
-
-    def weighted_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-        **named: Any,
-    ) -> Any:
-        """Return the loss of a micro-batch by its share of the step, of which nothing has to be proven any more."""
+        """Let the trainer compute its own loss of a micro-batch, and weight it by its share of the optimizer step."""
+        proof = self.attached.first_batch_proof
+        if proof is not None and num_items_in_batch is not None and model.training:
+            proof.check_step("training", lambda: self.step_case(model))
         inputs = dict(inputs)
         counts = inputs.pop(COUNTS, None)
         with _gathering_uneven_tensors(self.accelerator):
@@ -277,6 +249,10 @@ class WholeRowTrainer(AttachedTrainer):
         loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
         return (loss, *outputs) if outputs else loss
 
+    def step_case(self, model: nn.Module, _: Batch | None = None) -> RowsCase:
+        """Return the case of a proof of the step."""
+        return RowsCase(self, model)
+
 
 class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """A Trainer with its own batches, whose padding is not computed."""
@@ -284,9 +260,9 @@ class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     attached: AttachedBatches
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **named: Any) -> Any:
-        if self.attached.prove == "first batch" and model.training:
+        if (proof := self.attached.first_batch_proof) is not None and model.training:
             named_items = {name: each for name, each in named.items() if name == ITEMS}
-            self.attached.first_batch_proof.check_step("training", lambda: self.step_case(model, inputs, **named_items))
+            proof.check_step("training", lambda: self.step_case(model, inputs, **named_items))
         return super().compute_loss(model, inputs, *args, **named)
 
     def step_case(self, model: nn.Module, inputs: Batch | None, **options: Any) -> BatchCase:

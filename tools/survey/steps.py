@@ -113,6 +113,7 @@ def measure_step(job: StepJob) -> MeasuredStep:
 def _measure_model(job: StepJob, model: PreTrainedModel, lengths: tuple[int, int]) -> MeasuredStep:
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = trainer_of(job, model, folder, lengths)
+        status: Status
         try:
             attach(trainer, TokenBudget(BUDGET) if job.batching == "tokens" else None)
         except (ModelNotSupportedError, PackingError) as error:
@@ -121,12 +122,15 @@ def _measure_model(job: StepJob, model: PreTrainedModel, lengths: tuple[int, int
             return MeasuredStep(job, "FALSE ALARM", f"attach: {type(error).__name__}: {error}")
         try:
             trainer.train()
+        except (ModelNotSupportedError, PackingError) as error:
+            status = "FALSE ALARM" if "got not the step" in str(error) else "refused"
+            return MeasuredStep(job, status, f"{type(error).__name__}: {error}")
         except Exception as error:  # the first one to tell of a difference
             return MeasuredStep(job, "FALSE ALARM", f"{type(error).__name__}: {error}")
         proofs = trainer.attached.first_batch_proof.proofs.values()
         for report in (each for each in proofs if isinstance(each, StepReport)):
             apart = abs(report.loss - report.unpacked_loss) / abs(report.unpacked_loss)
-            status: Status = "proven" if report.compared else "not compared"
+            status = "proven" if report.compared else "not compared"
             return MeasuredStep(job, status, "", apart, report.difference, report.note)
         return MeasuredStep(job, "no proof")
 
