@@ -406,8 +406,8 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             raise ModelNotSupportedError(
-                f"its backbone runs on the rows of each length separately, and fails on {len(each)} rows of "
-                f"{each.shape[1]} tokens: {error}"
+                f"model: expected a backbone that runs on the rows of each length separately, but it fails on "
+                f"{len(each)} of {each.shape[1]} tokens: {error}. Train it on padded batches without hf_packing"
             ) from error
     found = [dict(leaves(output)) for output in outputs]
 

@@ -124,7 +124,7 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
                     note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
                 else:
                     note = ", whose loss changes with padding"
-        if steps.differ and on_any_rank(steps.noise > _CHAOS):
+        if on_any_rank(steps.noise > _CHAOS):
             of, note = None, f", whose loss changes by {steps.noise:.0%} with rounding"
         steps = steps._replace(differ=steps.differ and of is not None)
         problem = steps.describe() if steps.differ else ""

@@ -273,8 +273,9 @@ def train_whole(folder, _):
         trainer.accelerator.prepare_model = lambda model, **_: model  # accelerate has FSDP for GPUs only
         with contextlib.redirect_stdout(io.StringIO()):
             found = logged(trainer)
-        report = trainer.attached.first_batch_proof.proofs.get("step: proven on the first training batch")
-        result = [found, report and report.parameters]
+        proof = trainer.attached.first_batch_proof
+        assert (proof is None) == (prove == "model")
+        result = [found, proof and proof.proofs["step: proven on the first training batch"].parameters]
         (folder / f"{prove}-{trainer.args.process_index}.json").write_text(json.dumps(result))
     os._exit(0)  # gloo may wait at the end
 

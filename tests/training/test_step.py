@@ -464,6 +464,20 @@ def test_what_differs_is_found(name, tmp_path):
     assert all(each.grad is None for each in trainer.model.parameters())
 
 
+def test_steps_that_rounding_changes_are_not_compared(tmp_path):
+    """A fault cannot be told from rounding there. If gradients alone, or the loss alone, show it, it can."""
+
+    def chaotic(logits, labels, inputs):
+        return plain(logits, labels, inputs) * (2 + torch.sin(1e9 * logits.mean()))
+
+    trainer = trainer_of(tmp_path, kind=with_loss(chaotic))
+    hfp.attach(trainer, BUDGET)
+    report = hfp.check_step(trainer)
+    assert report.same
+    assert not report.compared
+    assert re.search(r", whose loss changes by \d+% with rounding: loss", str(report))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_ISOLATED)
 def test_what_documents_share_is_refused(name, tmp_path):
