@@ -32,6 +32,7 @@ from hf_packing.attention.snapshot import (
     without_randomness,
 )
 from hf_packing.attention.split_row import block_of
+from hf_packing.attention.token_axes import map_tensors, tensors_in
 
 
 class Step(NamedTuple):
@@ -122,7 +123,7 @@ class StepRunner:
         """
         with ExitStack() as stack:
             for runner in self.runners if unpatched else ():
-                stack.enter_context(runner.unpatched())
+                stack.enter_context(runner.unpatched(runner.other_attention if noisy else None))
             if noisy:
                 stack.enter_context(self._noisy())
             seed_all(0)
@@ -152,13 +153,22 @@ class StepRunner:
 
     @contextmanager
     def _noisy(self) -> Iterator[None]:
-        """Context manager: within the block, the model computes with rounding errors in its embedded tokens."""
+        """Context manager: within the block, the model computes with rounding errors in its embedded tokens, and on the
+        rows of a batch in the opposite order, since sums round in another way then."""
 
         def add(_: nn.Module, __: Any, output: Any) -> Any:
             return with_rounding_errors(output, self.dtype) if isinstance(output, Tensor) else output
 
+        def turn(_: nn.Module, *given: Any) -> Any:
+            *inputs, turned = given if len(given) > 2 else (given, given)
+            rows = next(each.shape[:1] for each in tensors_in(inputs) if each.ndim)
+            return map_tensors(turned, lambda _, leaf: leaf.flip(0) if leaf.shape[:1] == rows else leaf)
+
         with ExitStack() as stack:
-            for each in embeddings_of(inner_model(self.model)):
+            inner = inner_model(self.model)
+            stack.enter_context(inner.register_forward_pre_hook(turn, with_kwargs=True))
+            stack.enter_context(inner.register_forward_hook(turn, with_kwargs=True))
+            for each in embeddings_of(inner):
                 stack.enter_context(each.register_forward_hook(add))
             yield
 
