@@ -89,7 +89,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         apply_masks: bool = True,
         more: Sequence[str] = (),
     ) -> None:
-        self._in_table: tuple[datasets.Dataset, list[str]] | None = None
+        self._in_table = False
         self._lazy = lazy_rows(dataset)
         self.unread, self.apply_masks, self.sampler = unread, apply_masks, sampler
         self._per_token = (*_PER_TOKEN, *more)
@@ -97,20 +97,18 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         if self._lazy is not None:
             names = [name for name in names if name in dataset.format["columns"]]
         elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            shown, fields = visible_columns(dataset), dataset.data.table.schema
+            shown, schema = visible_columns(dataset), dataset.data.table.schema
             names = [name for name in names if name in shown]
             # a subclass of Dataset may change rows when they are read
-            if type(dataset) is datasets.Dataset and all(_has_numbers(fields.field(name).type) for name in names):
-                self._in_table = dataset, names
+            is_stored = type(dataset) is datasets.Dataset
+            self._in_table = is_stored and all(_has_numbers(schema.field(name).type) for name in names)
             dataset = dataset.with_format("numpy", columns=names)
-        self._names = names
-        self.dataset = dataset
+        self._names, self.dataset = names, dataset
 
     @cached_property
     def _columns(self) -> TokenColumns:
         """The columns of the table, as NumPy arrays that share its memory."""
-        assert self._in_table is not None
-        return columns_of(*self._in_table)
+        return columns_of(self.dataset, self._names)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle no views of memory-mapped files, which would be pickled as copies."""
@@ -148,15 +146,13 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
-        if self._in_table is not None:
+        if self._in_table:
             return read_rows(self._columns, np.array(numbers, np.int64))
         if self._lazy is not None:
             lazy, packs = self._lazy
             rows = lazy.read(packs[numbers])
-        elif hasattr(self.dataset, "__getitems__"):
-            rows = self.dataset.__getitems__(numbers)
         else:
-            rows = [self.dataset[number] for number in numbers]
+            rows = rows_by_number(self.dataset, numbers)
         return [{name: row[name] for name in self._names if name in row} for row in rows]
 
     def check_num_rows(self) -> None:
@@ -194,6 +190,13 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                 raise PackingError(
                     f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got {found}"
                 )
+
+
+def rows_by_number(dataset: Any, numbers: Sequence[int]) -> list[Any]:
+    """Return the rows with these numbers, as a DataLoader reads them."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(list(numbers)))
+    return [dataset[number] for number in numbers]
 
 
 def _length_of(values: Any) -> int | str:
@@ -326,9 +329,9 @@ def kept_labels(
     """
     rows, sizes = sampler.rows, sampler.sizes
     if isinstance(dataset, TreesOfDocuments):
-        documents = Pieces.whole(dataset.plan.document_length)
-        counts = (count_labels(dataset.columns, pieces) for pieces in (dataset.plan.segments, documents))
-        return LabelCounts(*counts)
+        columns, plan = dataset.columns, dataset.plan
+        documents = Pieces.whole(plan.document_length)
+        return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, documents))
     in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None

@@ -225,12 +225,9 @@ class TokenBudget(Batching):
             >>> budget.lay_out(np.array([16, 4, 4])).tokens.tolist()
             [12, 12]
         """
-        linear_cost, ranks = (
-            _MOST_LINEAR if self.balance == "tokens" else self._linear_cost,
-            self.max_ranks_per_document,
-        )
+        ranks = self.max_ranks_per_document
         most = max(self.max_tokens, -(-int(lengths.sum()) // ranks))  # evaluations have micro-batches of any size
-        return lay_out(lengths, ranks, most, linear_cost)
+        return lay_out(lengths, ranks, most, _MOST_LINEAR if self.balance == "tokens" else self.usual_linear_cost)
 
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
         """Return the number of micro-batches over all ranks, without those that only have copies of rows.
@@ -319,11 +316,12 @@ class TokenBudget(Batching):
         """
         if self.balance == "tokens":
             return tokens.astype(np.float64)
-        cost: npt.NDArray[np.float64] = self._linear_cost * tokens + squared_lengths
+        cost: npt.NDArray[np.float64] = self.usual_linear_cost * tokens + squared_lengths
         return cost
 
     @property
-    def _linear_cost(self) -> float:
+    def usual_linear_cost(self) -> float:
+        """The linear_cost; a typical value if it is None."""
         return LINEAR_COST if self.linear_cost is None else self.linear_cost
 
 

@@ -123,14 +123,13 @@ class StreamPacking:
                 f"{error}. Numbers count the documents of a window of the stream: {documents} that have waited, then "
                 f"those from document {counts['documents']} on"
             ) from error
-        plan, waits = planned.plan, np.zeros(planned.plan.num_packs, dtype=bool)
+        plan = planned.plan
         if (labels := labels_left(columns, plan)) is not None:
             counts["lost_labels"] += labels.documents - labels.left
             if not window["number"]:
                 labels.check_some_left("strategy", self.strategy)
         age = np.concatenate([np.frombuffer(window["age"], np.int8), np.zeros(new.num_rows, np.int8)])
-        if not reader.ended:
-            waits = choose_waiting(planned, age, size)
+        waits = np.zeros(plan.num_packs, dtype=bool) if reader.ended else choose_waiting(planned, age, size)
         made = plan.take_packs(self.order(plan, np.flatnonzero(~waits), counts["packs"]))
         counts.update(
             documents=new.num_rows,

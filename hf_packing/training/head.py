@@ -156,8 +156,7 @@ class Head:
 
     def _places(self, like: Tensor) -> Tensor:
         """Return what `Logits.places` describes, for the logits of all tokens."""
-        of_tokens = torch.empty((*self.shape, 1), device="meta")
-        return of_tokens.expand(*self.shape, like.shape[-1])
+        return torch.empty((*self.shape, 1), device="meta").expand(*self.shape, like.shape[-1])
 
     def _reason_of(self, hidden: Any, *others: Any) -> str:
         if others or not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[:2] != self.shape:

@@ -256,8 +256,8 @@ class PackedLoader(StepLoader):
         """
         self._check_between_steps()
         ended = self.micro_batches_done == len(self)
-        place = {"epoch": self.epoch + ended, "steps": 0 if ended else self.steps_done}
-        return {**place, **self._sampler.plan_inputs()}
+        steps = 0 if ended else self.steps_done
+        return {"epoch": self.epoch + ended, "steps": steps, **self._sampler.plan_inputs()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue from a state that `state_dict` returned, with the same optimizer steps.

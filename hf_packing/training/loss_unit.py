@@ -126,8 +126,10 @@ def _steps(trainer: Trainer, kind: type[Trainer], batches: Sequence[Batch]) -> l
             if total > max(_FEW, parameter.numel()):
                 del runner.parameters[name]
         device = input_device(inner_model(trainer.model))
-        given = [send_to_device(dict(batch), device) for batch in batches]
-        return [runner.run(partial(asked.compute_loss, trainer.model, each)) for each in given]
+        return [
+            runner.run(partial(asked.compute_loss, trainer.model, send_to_device(dict(batch), device)))
+            for batch in batches
+        ]
 
 
 def _apart(together: Step, parts: Sequence[Step], shares: Sequence[float]) -> float:

@@ -356,12 +356,11 @@ def document_logps(model: nn.Module, batch: Batch) -> Tensor:
     check_keys(batch)
     if part_of_row(batch):
         raise PackingError("batch: expected whole documents, got a part of a row; train without max_ranks_per_document")
-    labels = batch[labels_key(batch)]
     check_patched(model)
     check_predicts_next(model)
     if is_tree_batch(batch):
         patch_model(model, trees=True)  # the proof reads all logits, as the forward below does not
-    following = NextTokens.of_batch(batch, labels)
+    following = NextTokens.of_batch(batch, batch[labels_key(batch)])
     log_probs = results_of_labels(model, inputs_of_model(batch), following.predictors, following.labels, log_probs_of)
     exact = log_probs.to(exact_type(log_probs.device))
     if is_tree_batch(batch):

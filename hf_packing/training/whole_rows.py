@@ -24,6 +24,7 @@ from hf_packing.columns import ATTENTION_MASK, INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.token_columns import rows_of_each_value, visible_columns
 from hf_packing.sampling.batching import SampledRow
+from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
 from hf_packing.training.loader import batches_loader, on_device
@@ -57,7 +58,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         self.sampler.set_epoch(epoch)
 
     def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:
-        rows = read_rows(self.dataset, [number for number, _ in micro_batch])
+        rows = rows_by_number(self.dataset, [number for number, _ in micro_batch])
         return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
 
     def collated(self, rows: Iterable[tuple[Any, bool]]) -> Batch:
@@ -108,7 +109,8 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         if equal:
             lengths, counts = np.unique(tokens[by_length], return_counts=True)
             by_length = by_length[tokens[by_length] == lengths[counts.argmax()]]
-            by_length = by_length[: len(by_length) if len(by_length) > 1 else 0]
+            if len(by_length) == 1:
+                by_length = by_length[:0]
         usable = {*by_length.tolist()}
         kinds = [number for number in rows_of_each_value(self.dataset) if number in usable][:_SHORT_ROWS]
         rows = [*dict.fromkeys([*by_length[:1].tolist(), *kinds, *by_length[:_SHORT_ROWS].tolist()])]
@@ -118,7 +120,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         parts = [
             [each for each in dict.fromkeys([*rows, *long]) if (each in second) is later] for later in (False, True)
         ]
-        return tuple(read_rows(self.dataset, part) for part in parts)  # type: ignore[return-value]
+        return tuple(rows_by_number(self.dataset, part) for part in parts)  # type: ignore[return-value]
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
@@ -127,13 +129,6 @@ class WholeRows(torch.utils.data.Dataset[Any]):
     def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
         return on_device(batches_loader(self, self.sampler, self.collated, **options), accelerator)
-
-
-def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
-    """Return the rows with these numbers, as a DataLoader reads them."""
-    if hasattr(dataset, "__getitems__"):
-        return list(dataset.__getitems__(list(numbers)))
-    return [dataset[number] for number in numbers]
 
 
 def _tokens_and_squares(batch: Any) -> tuple[int, int]:
@@ -202,7 +197,7 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
     """
 
     def alone(number: int) -> Any:
-        return collate_rows(collate, read_rows(dataset, [number]))
+        return collate_rows(collate, rows_by_number(dataset, [number]))
 
     def sampled(number: int) -> bytes:
         once, twice = (_digest(alone(number)) for _ in range(2))
@@ -212,8 +207,8 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
     if pixels_per_patch is None and (in_column := _sizes_in_column(dataset)) is not None:
         by_length = np.argsort(in_column.tokens, kind="stable")
         asked = {*numbers, *by_length[:8].tolist(), *by_length[-8:].tolist()}
-        expected = {row: (in_column.tokens[row], in_column.squared_lengths[row]) for row in asked}
-        if all(_tokens_and_squares(alone(row)) == size for row, size in expected.items()):
+        tokens, squares = in_column.tokens, in_column.squared_lengths
+        if all(_tokens_and_squares(alone(row)) == (tokens[row], squares[row]) for row in asked):
             return replace(in_column, sample=b"".join(map(sampled, numbers)))
     measured = []
     for number in tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows"):
@@ -227,12 +222,10 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
 
 def _sizes_in_column(dataset: Any) -> RowSizes | None:
     """Return the lengths of `input_ids` as sizes; None if there is no such column of documents."""
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
-        return None
-    if INPUT_IDS not in visible_columns(dataset):
-        return None
-    with suppress(PackingError):  # several sequences in a row, as for multiple choice
-        return sizes_of(dataset.select_columns([INPUT_IDS]))
+    in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+    if in_table and INPUT_IDS in visible_columns(dataset):
+        with suppress(PackingError):  # several sequences in a row, as for multiple choice
+            return sizes_of(dataset.select_columns([INPUT_IDS]))
     return None
 
 
