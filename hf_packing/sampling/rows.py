@@ -52,7 +52,7 @@ from hf_packing.rows.token_columns import (
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, sizes_of_planned
+from hf_packing.sampling.sizes import RowSizes, shows_table, sizes_of_planned
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees
@@ -96,7 +96,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         names = [name for name in (*self._per_token, *SEGMENT_COLUMNS, *_OF_SEGMENTS) if name not in unread]
         if self._lazy is not None:
             names = [name for name in names if name in dataset.format["columns"]]
-        elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        elif shows_table(dataset):
             shown, schema = visible_columns(dataset), dataset.data.table.schema
             names = [name for name in names if name in shown]
             # a subclass of Dataset may change rows when they are read
@@ -139,8 +139,8 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         for (number, is_copy), stored, row in zip(micro_batch, numbers, rows, strict=True):
             self._check_lengths(stored, row)
             if pieces is not None:
-                begin, end = pieces.start[number], pieces.start[number] + pieces.length[number]
-                row = {name: values[begin:end] for name, values in row.items()}
+                begin = pieces.start[number]
+                row = {name: values[begin : begin + pieces.length[number]] for name, values in row.items()}
             made.append(_with_masked_labels(row) if is_copy else self._with_labels(row))
         return made
 
@@ -332,7 +332,7 @@ def kept_labels(
         columns, plan = dataset.columns, dataset.plan
         documents = Pieces.whole(plan.document_length)
         return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, documents))
-    in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+    in_table = shows_table(dataset)
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
     columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sizes, unread, apply_masks)

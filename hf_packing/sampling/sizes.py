@@ -180,7 +180,7 @@ def sizes_of(dataset: Any) -> RowSizes:
             the rows have a column with segment borders, such as position_ids, but no column seq_lengths.
     """
     refuse_cells(dataset)
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+    if shows_table(dataset):
         return _sizes_in_table(dataset)
     if (lazy := lazy_rows(dataset)) is not None:
         _columns_of_sizes(dataset.format["columns"])
@@ -189,6 +189,11 @@ def sizes_of(dataset: Any) -> RowSizes:
         return known
     check_map_style("dataset", dataset)
     return _sizes_by_reading(dataset)
+
+
+def shows_table(dataset: Any) -> bool:
+    """Return whether a dataset is a Dataset without a transform, so that its rows are as they are in its table."""
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
 def check_map_style(name: str, dataset: Any) -> None:

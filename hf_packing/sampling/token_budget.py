@@ -147,8 +147,8 @@ class TokenBudget(Batching):
             match_documents_per_step=check_optional_number("match_documents_per_step", self.match_documents_per_step),
         )
         if self.linear_cost is not None:
-            accepted = f"a number from 0 to {_MOST_LINEAR:g}, or None"
-            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, accepted))
+            what = f"a number from 0 to {_MOST_LINEAR:g}, or None"
+            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, what))
         schedule: object = self.length_schedule
         if not isinstance(schedule, LengthSchedule | None):
             raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {schedule!r}")
@@ -210,8 +210,8 @@ class TokenBudget(Batching):
                 )
             fits[large] = False
         longest = ranks * self.most_tokens
-        cut = cuts and bool((sizes.tokens > longest).any())
-        fitted = _cut_rows(sizes, longest, self.overflow) if cut else keep_rows(sizes, fits)
+        is_cut = cuts and (sizes.tokens > longest).any()
+        fitted = _cut_rows(sizes, longest, self.overflow) if is_cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
     def lay_out(self, lengths: IntArray) -> RankLayout:

@@ -195,8 +195,7 @@ def pack_stream(
     masks = [name for name in LOSS_MASKS if name in source.schema.names]
     for change in describe_changes({"loss_masks": masks}, left_out=source.left_out):
         warnings.warn(f"pack {change}", stacklevel=3)
-    of_windows = StreamPacking(packing, window_packs, source.schema)
     if streams is not None:
         warn_of_reading(source.examples, streams)
-    packed = PackedExamples(source.examples, of_windows, streams or 0)
-    return upstream.stream_of(packed, of_windows.features, like=stream)
+    packed = PackedExamples(source.examples, StreamPacking(packing, window_packs, source.schema), streams or 0)
+    return upstream.stream_of(packed, like=stream)

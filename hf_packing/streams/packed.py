@@ -183,7 +183,7 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
 
     Args:
         waiting: the documents, and parts of documents, that wait for the window, in the order of the stream.
-        age: integers [waiting documents]: the number of windows for which each document has waited.
+        age: int8 [waiting documents]: the number of windows for which each document has waited.
         place: where the window's new documents begin in the stream.
         number: the number of the window, from 0.
         counts: what was read and packed before the window. `splits` says how many shared prefixes ended early, since
@@ -194,7 +194,7 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
         writer.write_table(waiting)
     return {
         "waiting": sink.getvalue().to_pybytes(),
-        "age": age.astype(np.int8).tobytes(),
+        "age": age.tobytes(),
         "place": place,
         "number": number,
         "counts": dict(counts),

@@ -43,7 +43,7 @@ UNITS: dict[str, Callable[[Batch, int], Tensor]] = {
     "rows": lambda _, rows: torch.tensor(rows),
     "labeled rows": _labels,
     "labeled tokens": _labels,
-    "labeled tokens but the first": lambda batch, rows: _labels(batch, rows, begin=1),
+    "labeled tokens but the first": partial(_labels, begin=1),
     "completion tokens": lambda batch, _: batch[COMPLETION_MASK][:, 1:].sum(),
     "tokens of chosen completions": lambda batch, _: batch[COMPLETION_MASK].chunk(2)[0][:, 1:].sum(),
 }
@@ -90,10 +90,11 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
         if len(counts) == 1 or (all(counts) and abs(mean - together.loss) <= most and apart <= most_of_gradients):
             fitting[unit] = apart
     best = min(fitting, key=fitting.__getitem__, default=None)
-    if best is not None and named is None:
-        return best
-    if best is not None and named in fitting and fitting[named] <= 2 * fitting[best] + most_of_gradients / 100:
-        return named
+    if best is not None:
+        if named is None:
+            return best
+        if named in fitting and fitting[named] <= 2 * fitting[best] + most_of_gradients / 100:
+            return named
     expected = f"one of {', '.join(UNITS)}" if named is None else f"another unit than {named!r}"
     fits = f"; {best!r} fits better" if best else ""
     raise PackingError(

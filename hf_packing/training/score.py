@@ -204,11 +204,6 @@ class RowToScore(NamedTuple):
     build: Callable[[], Rows]
     """Builds the packed row or, if sequences share tokens, the row of trees."""
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of the row."""
-        return int(self.paths.own.sum())
-
     def inputs(self) -> Batch:
         """Return the model's inputs."""
         return inputs_of_model(PackingCollator()(self.build().table.to_pylist()))
@@ -242,7 +237,7 @@ def rows_to_score(sequences: Sequence[_Integers], max_tokens: int, fewest_shared
         paths = TreePaths(plan.segment_length[first:end], shared[first:end])
         build = partial(packing.rows, columns, plan, np.array([pack]))
         rows.append(RowToScore(plan.segment_document[first:end].tolist(), paths, build))
-    return sorted(rows, key=lambda row: -row.tokens)
+    return sorted(rows, key=lambda row: -row.paths.own.sum())
 
 
 def _read(documents: Any) -> list[_Document]:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -26,7 +25,7 @@ from hf_packing.rows.token_columns import rows_of_each_value, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
+from hf_packing.sampling.sizes import RowSizes, rows_to_sample, shows_table, sizes_of
 from hf_packing.training.loader import batches_loader, on_device
 from hf_packing.training.loss_unit import UNITS, CheckedRows
 from hf_packing.training.losses import COUNTS, Batch
@@ -82,7 +81,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
     def collate_parts(self, equal: bool = False) -> "CheckedRows | None":
         """Return the batches of `rows_to_check`, without counts; None if there are no rows."""
-        parts = [part for part in self._rows_to_check(equal) if part]
+        parts = self._rows_to_check(equal)
         if not parts:
             return None
         whole, *parted = (dict(collate_rows(self.collate, rows)) for rows in ([*chain(*parts)], *parts))
@@ -92,15 +91,15 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         """Return the parts with their counts."""
         return [self._with_counts(*each) for each in zip(checked.parts, checked.rows, strict=True)]
 
-    def _rows_to_check(self, equal: bool = False) -> tuple[list[Any], list[Any]]:
+    def _rows_to_check(self, equal: bool) -> list[list[Any]]:
         """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
 
         They are the shortest rows, a row for each value of columns with few values, such as rare classes, and a long
-        row. The parts have other values and other numbers of tokens for each row. The second part is empty if no two
-        rows fit into a micro-batch.
+        row. The parts have other values and other numbers of tokens for each row. There is one part if no two rows fit
+        into a micro-batch.
 
         Args:
-            equal: whether all of them have to have equally many tokens; both parts may then be empty.
+            equal: whether all of them have to have equally many tokens; there may then be no part.
         """
         tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
         assert most is not None
@@ -117,10 +116,9 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         rows = rows[: int((tokens[rows].cumsum() <= most).sum())]
         long = by_length[tokens[by_length] <= most - tokens[rows].sum()][-1:].tolist()
         second = {*rows[2::3], *kinds, *long} - {*rows[:1]}
-        parts = [
-            [each for each in dict.fromkeys([*rows, *long]) if (each in second) is later] for later in (False, True)
-        ]
-        return tuple(rows_by_number(self.dataset, part) for part in parts)  # type: ignore[return-value]
+        chosen = dict.fromkeys([*rows, *long])
+        parts = [each for each in chosen if each not in second], [each for each in chosen if each in second]
+        return [rows_by_number(self.dataset, part) for part in parts if part]
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
@@ -222,8 +220,7 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
 
 def _sizes_in_column(dataset: Any) -> RowSizes | None:
     """Return the lengths of `input_ids` as sizes; None if there is no such column of documents."""
-    in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
-    if in_table and INPUT_IDS in visible_columns(dataset):
+    if shows_table(dataset) and INPUT_IDS in visible_columns(dataset):
         with suppress(PackingError):  # several sequences in a row, as for multiple choice
             return sizes_of(dataset.select_columns([INPUT_IDS]))
     return None
