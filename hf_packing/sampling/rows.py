@@ -310,9 +310,9 @@ def trees_of_documents(documents: Sequence[Row]) -> list[Row]:
 def kept_labels(
     dataset: Any,
     sampler: RankBatchSampler,
-    unread: Sequence[str] = (),
-    apply_masks: bool = True,
-    keep_first: bool = False,
+    unread: Sequence[str],
+    apply_masks: bool,
+    keep_first: bool,
 ) -> LabelCounts | None:
     """Count the labels other than -100 in the rows of a sampler, and in all rows of its dataset.
 

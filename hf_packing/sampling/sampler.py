@@ -280,7 +280,7 @@ class RankBatchSampler:
             "plans": _PLANS_VERSION,
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
-            _ROWS: f"{len(self.sizes):,} rows and {int(self.sizes.tokens.sum()):,} tokens",
+            _ROWS: str(self.sizes),
             SLOTS: self.epoch.slots,
             **self.more_inputs,
         }

@@ -114,6 +114,9 @@ class RowSizes:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __str__(self) -> str:
+        return f"{len(self):,} rows and {int(self.tokens.sum()):,} tokens"
+
     def segment_lengths(self, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Return the lengths of the segments of rows, row after row, and the number of segments of each row.
 
@@ -362,7 +365,7 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
     content = sizes.sample or _content_of(dataset, len(sizes))
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return DataFacts(
-        rows=f"{len(sizes):,} rows and {int(sizes.tokens.sum()):,} tokens",
+        rows=str(sizes),
         sizes=f"lengths, segments and buckets with the digest {replace(sizes, sample=b'').fingerprint}",
         content=f"tokens and labels with the digest {digest}" if content else "",
     )

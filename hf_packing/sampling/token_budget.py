@@ -190,7 +190,6 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
-        self.refuse_aligned_trees(sizes)
         ranks = self.max_ranks_per_document
         if ranks > 1 and sizes.trees is not None:
             raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")

@@ -247,11 +247,12 @@ class Logits(Tensor):
 
     def values(self) -> Tensor:
         """Return the logits, and keep them."""
-        if self._known is None and self.base is not None:
-            self._known = self.taken(self.base.values())
         if self._known is None:
-            with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
-                self._known = self.of(self.inputs_of(slice(None))).view(self.shape)
+            if self.base is not None:
+                self._known = self.taken(self.base.values())
+            else:
+                with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
+                    self._known = self.of(self.inputs_of(slice(None))).view(self.shape)
         return self._known
 
     def tokens(self, device: Any) -> Tensor:

@@ -29,10 +29,8 @@ class CheckedRows(NamedTuple):
 
     whole: Batch
     """All rows."""
-    parts: Sequence[Batch]
-    """One or two parts of them."""
-    rows: Sequence[int]
-    """The number of rows in each part."""
+    parts: Sequence[tuple[Batch, int]]
+    """One or two parts of them, each with its number of rows."""
 
 
 def _labels(batch: Batch, _: int, begin: int = 0) -> Any:
@@ -75,7 +73,7 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
             "model: expected weights in memory, since attach has to compute the loss of a few rows to find what the "
             "loss is the mean of; call attach before the model is sharded"
         )
-    together, *steps = _steps(trainer, kind, [checked.whole, *checked.parts])
+    together, *steps = _steps(trainer, kind, [checked.whole, *(batch for batch, _ in checked.parts)])
     losses = [each.loss for each in steps]
     if not all(map(math.isfinite, (together.loss, *losses))):
         raise PackingError(f"trainer: expected a finite loss, but the loss of {what} is {together.loss} on some rows")
@@ -83,7 +81,7 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
     most *= max(map(abs, (together.loss, *losses)))
     fitting: dict[str, float] = {}
     for unit in dict.fromkeys([*([named] if named else []), *_units_of(checked.whole)]):
-        counts = [float(UNITS[unit](*each)) for each in zip(checked.parts, checked.rows, strict=True)]
+        counts = [float(UNITS[unit](*part)) for part in checked.parts]
         shares = [count / max(sum(counts), 1) for count in counts]
         mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         apart = _apart(together, steps, shares)

@@ -7,7 +7,7 @@ the collator gets this row alone. What the loss is a mean of is found by trial (
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -60,9 +60,9 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         rows = rows_by_number(self.dataset, [number for number, _ in micro_batch])
         return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
 
-    def collated(self, rows: Iterable[tuple[Any, bool]]) -> Batch:
+    def collated(self, rows: Sequence[tuple[Any, bool]]) -> Batch:
         """Return what the trainer's collator makes of rows, with counts of the batch."""
-        most, rows = self.sampler.batching.most_tokens, list(rows)
+        most = self.sampler.batching.most_tokens
         batch = self.collate([row for row, _ in rows])
         assert most is not None
         if (tokens := _tokens_and_squares(batch)[0]) > most:
@@ -80,16 +80,19 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         return {**batch, COUNTS: torch.tensor([tokens, rows, squares, units])}
 
     def collate_parts(self, equal: bool = False) -> "CheckedRows | None":
-        """Return the batches of `rows_to_check`, without counts; None if there are no rows."""
+        """Return the batches of rows with which the loss is checked, without counts; None if there are no rows."""
         parts = self._rows_to_check(equal)
         if not parts:
             return None
-        whole, *parted = (dict(collate_rows(self.collate, rows)) for rows in ([*chain(*parts)], *parts))
-        return CheckedRows(whole, parted, [*map(len, parts)])
+
+        def batch_of(rows: Sequence[Any]) -> Batch:
+            return dict(collate_rows(self.collate, rows))
+
+        return CheckedRows(batch_of([*chain(*parts)]), [(batch_of(rows), len(rows)) for rows in parts])
 
     def counted(self, checked: "CheckedRows") -> list[Batch]:
         """Return the parts with their counts."""
-        return [self._with_counts(*each) for each in zip(checked.parts, checked.rows, strict=True)]
+        return [self._with_counts(*part) for part in checked.parts]
 
     def _rows_to_check(self, equal: bool) -> list[list[Any]]:
         """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
