@@ -9,7 +9,7 @@ many ranks run them, so that training can go on with the same steps on another n
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ class EpochPlan:
         """Yield the micro-batches of a rank in order, as `micro_batch` returns them, from number `first` on."""
         return (self.micro_batch(number, rank) for number in range(first, self.num_micro_batches))
 
-    def per_micro_batch(self, of_row: IntArray, counted: BoolArray | Literal[True] = True) -> npt.NDArray[np.int64]:
+    def per_micro_batch(self, of_row: IntArray, counted: BoolArray | bool = True) -> npt.NDArray[np.int64]:
         """Return the sum of a value over the rows of each micro-batch, int64 [num_micro_batches, num_blocks].
 
         Args:

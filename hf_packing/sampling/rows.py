@@ -8,7 +8,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -227,7 +226,7 @@ _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
 
 
 class TreesOfDocuments(DocumentRows):
-    """A map-style dataset with one row for each tree of documents that begin with the same tokens.
+    """The rows of a dataset's documents as trees: one row for each tree of documents that begin with the same tokens.
 
     A document that shares no prefix is a tree, too. Rows are built when they are read, from the documents' own columns.
     """
@@ -292,10 +291,7 @@ class TreesOfDocuments(DocumentRows):
     def __len__(self) -> int:
         return self.plan.num_packs
 
-    def __getitem__(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
         return self.read(np.array(numbers, dtype=np.int64))
 
@@ -304,7 +300,7 @@ def trees_of_documents(documents: Sequence[Row]) -> list[Row]:
     """Return rows of trees of some documents, which share all tokens that they can."""
     most = sum(len(each[INPUT_IDS]) for each in documents)
     trees = TreesOfDocuments.find(datasets.Dataset.from_list([*documents]), most, 1, "error")
-    return [*trees.__getitems__([*range(len(trees))])]
+    return trees.read(np.arange(len(trees)))
 
 
 def kept_labels(
@@ -338,8 +334,7 @@ def kept_labels(
     columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sizes, unread, apply_masks)
     whole = Pieces.whole(sizes.tokens)
     if sizes.seq_lengths is not None:
-        lengths = sizes.seq_lengths.astype(np.int64)
-        row = np.repeat(whole.document, sizes.segments)
+        row, lengths = np.repeat(whole.document, sizes.segments), sizes.seq_lengths
         whole = Pieces(row, offsets_of(lengths)[:-1] - offsets_of(sizes.tokens)[row], lengths)
     found = count_labels(columns, whole, keep_first)
     if rows.pieces is not None:

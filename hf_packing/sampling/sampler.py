@@ -154,7 +154,7 @@ class RankBatchSampler:
         self.batching = batching
         self.epoch = Epoch(0, world_size, accumulation)
         """The epoch whose micro-batches the next iteration yields."""
-        self.accumulation, self.rank = accumulation, rank
+        self.rank = rank
         self.rows = batching.fit_enough(sizes, world_size)
         """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         self.sizes = sizes
@@ -170,7 +170,7 @@ class RankBatchSampler:
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer steps in an epoch."""
-        return -(-len(self) // self.accumulation)
+        return -(-len(self) // self.epoch.accumulation)
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""

@@ -25,7 +25,7 @@ from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
-from hf_packing.streams.packed import StreamPacking, Window
+from hf_packing.streams.packed import PlacedRows, StreamPacking, Window
 from hf_packing.streams.reader import Share, equal_shares, open_source, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
@@ -141,9 +141,7 @@ class PackedExamples(StatefulExamples):
         for change in describe_changes(facts, of=" of a stream"):
             warnings.warn(f"pack {change}", stacklevel=2)
 
-    def _rows(
-        self, stream: int, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
+    def _rows(self, stream: int, share: Share | None, window: Window | None, rows_out: int) -> PlacedRows:
         """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
         examples, packing = self.ex_iterable, self.packing
         if self.streams:

@@ -49,6 +49,11 @@ Window = dict[str, Any]
 """The start of a window, as plain values and bytes from which its rows can be made again; see `_start_of_window`."""
 
 
+PlacedRows = Iterator[tuple[pa.Table | None, Window, int]]
+"""Rows as tables of one, each with the start of its window, and the number of the window's rows that are out with it;
+None in place of a row at the end."""
+
+
 @dataclass(frozen=True)
 class StreamPacking:
     """The way in which the rows of a packed stream are made."""
@@ -78,7 +83,7 @@ class StreamPacking:
 
     def rows(
         self, examples: upstream.Examples, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
+    ) -> PlacedRows:
         """Yield the rows of a stream, or of a share of its shards, from a place on.
 
         Args:
@@ -86,10 +91,6 @@ class StreamPacking:
             share: the parts of the shards to read; None to read the stream as it is.
             window: the start of the window to begin with; None for the first.
             rows_out: the number of rows of this window that are out.
-
-        Yields:
-            A row, as a table of one, the start of its window, and the number of the window's rows that are then out. At
-            the end, None in place of the row.
         """
         if window is None:
             window = _start_of_window(self.schema.empty_table(), np.zeros(0, np.int8), START, 0, Counter())

@@ -336,9 +336,11 @@ class Logits(Tensor):
 
 def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None:
     """Compute `F.cross_entropy` in chunks, and note its sum. Return None if torch has to compute it as usual."""
-    if not isinstance(logits, Logits) or (logits.ndim, target.ndim) != (2, 1):
-        return None
-    if any(options[name] is not None for name in ("weight", "size_average", "reduce")):
+    if (
+        not isinstance(logits, Logits)
+        or (logits.ndim, target.ndim) != (2, 1)
+        or any(options[name] is not None for name in ("weight", "size_average", "reduce"))
+    ):
         return None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})

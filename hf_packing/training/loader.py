@@ -176,7 +176,7 @@ class PackedLoader(StepLoader):
     def __init__(self, loader: DataLoader[Batch], loop: LoopSteps, labels: LabelCounts | None) -> None:
         assert isinstance(loader.dataset, SampledRows)
         self.dataset, self._sampler = loader.dataset, loader.dataset.sampler
-        super().__init__(loop.accelerator, self._sampler.accumulation, loop)
+        super().__init__(loop.accelerator, self._sampler.epoch.accumulation, loop)
         self._first_step = 0
         self._loader, self._labels = loader, labels
 

@@ -139,7 +139,7 @@ class PackedRows:
         if self.labels is not None:
             self.labels.check_some_left("batching", self.sampler.batching)
 
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+    def summary(self, unpacked: int, isolation: object) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 

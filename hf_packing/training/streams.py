@@ -104,7 +104,7 @@ def training_stream(
                 f"max_ranks_per_document: expected 1 for a stream, got {batching.ranks_per_block}; only documents of a "
                 "map-style dataset can be on several ranks"
             )
-    if getattr(stream, "_distributed", None) is not None:
+    if stream._distributed is not None:
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
             "divided; leave split_dataset_by_node out, since hf_packing divides the logical streams among the ranks"
@@ -249,7 +249,7 @@ class StreamedRows:
     def count_labels(self, collator: PackingCollator) -> None:
         """Do nothing: how many labels a stream has is not known."""
 
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> "StreamSummary":  # noqa: ARG002
+    def summary(self, unpacked: int, isolation: object) -> "StreamSummary":  # noqa: ARG002
         """Return how a training reads the stream; the number of documents in a step without packing is not known."""
         return StreamSummary(self, isolation)
 

@@ -63,15 +63,15 @@ class WholeRows(torch.utils.data.Dataset[Any]):
     def collated(self, rows: Sequence[tuple[Any, bool]]) -> Batch:
         """Return what the trainer's collator makes of rows, with counts of the batch."""
         most = self.sampler.batching.most_tokens
-        batch = self.collate([row for row, _ in rows])
+        batch = self._with_counts(self.collate([row for row, _ in rows]), sum(not is_copy for _, is_copy in rows))
         assert most is not None
-        if (tokens := _tokens_and_squares(batch)[0]) > most:
+        if (tokens := int(batch[COUNTS][0])) > most:
             raise PackingError(
                 f"data_collator: expected at most {most} tokens in a micro-batch, as planned, got {tokens}"
                 ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
                 "attention_mask that is 0 on padding, and must not add tokens at random"
             )
-        return self._with_counts(batch, sum(not is_copy for _, is_copy in rows))
+        return batch
 
     def _with_counts(self, batch: Batch, rows: int) -> Batch:
         """Return a batch of so many rows that are no copies with its counts."""
@@ -123,7 +123,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         parts = [each for each in chosen if each not in second], [each for each in chosen if each in second]
         return [rows_by_number(self.dataset, part) for part in parts if part]
 
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+    def summary(self, unpacked: int, isolation: object) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation)
 
@@ -217,8 +217,13 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
         patches = 0 if pixels_per_patch is None else patches_in(batch, pixels_per_patch)
         measured.append((*_tokens_and_squares(batch), patches))
     tokens, squares, of_pictures = np.array(measured, dtype=np.int64).reshape(-1, 3).T
-    sizes = RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=b"".join(map(sampled, numbers)))
-    return replace(sizes, patches=of_pictures) if of_pictures.any() else sizes
+    return RowSizes(
+        tokens,
+        (tokens > 0).astype(np.int64),
+        squares,
+        patches=of_pictures if of_pictures.any() else None,
+        sample=b"".join(map(sampled, numbers)),
+    )
 
 
 def _sizes_in_column(dataset: Any) -> RowSizes | None:
