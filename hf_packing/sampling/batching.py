@@ -9,7 +9,7 @@ many ranks run them, so that training can go on with the same steps on another n
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ class EpochPlan:
         """Yield the micro-batches of a rank in order, as `micro_batch` returns them, from number `first` on."""
         return (self.micro_batch(number, rank) for number in range(first, self.num_micro_batches))
 
-    def per_micro_batch(self, of_row: IntArray, counted: BoolArray | Literal[True] = True) -> npt.NDArray[np.int64]:
+    def per_micro_batch(self, of_row: IntArray, counted: BoolArray | bool = True) -> npt.NDArray[np.int64]:
         """Return the sum of a value over the rows of each micro-batch, int64 [num_micro_batches, num_blocks].
 
         Args:
@@ -200,11 +200,6 @@ class Batching(ShowsAlignment, ABC):
             raise PackingError(f"{name}: expected at least align_tokens={self.align_tokens}, got {tokens}")
         return tokens - tokens % self.align_tokens
 
-    def refuse_aligned_trees(self, sizes: RowSizes) -> None:
-        """Raise PackingError if the rows are trees, whose micro-batches cannot be filled up, and they would have to."""
-        if sizes.trees is not None:
-            refuse_alignment(self, "for rows of trees")
-
     @abstractmethod
     def fit(self, sizes: RowSizes) -> FittedRows:
         """Return the rows to make micro-batches of. Rows that are too long are cut, left out or refused."""
@@ -270,12 +265,15 @@ class Batching(ShowsAlignment, ABC):
         return self.plan_fitted(self.fit_enough(sizes, epoch.world_size), epoch)
 
     def fit_enough(self, sizes: RowSizes, ranks: int) -> FittedRows:
-        """Return the rows to make micro-batches of; raise PackingError if they are too few for all ranks."""
+        """Return the rows to make micro-batches of; raise PackingError if they are too few for all ranks, or are trees
+        and would have to be aligned."""
         together = self.ranks_per_block
         if ranks % together:
             raise PackingError(
                 f"max_ranks_per_document: expected a number that divides the {ranks} ranks of this run, got {together}"
             )
+        if sizes.trees is not None:  # whose micro-batches cannot be filled up
+            refuse_alignment(self, "for rows of trees")
         rows = self.fit(sizes)
         needed = ranks // together if self.needs_row_per_rank else 1
         if len(rows.kept) < needed:

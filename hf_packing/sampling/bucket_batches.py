@@ -98,7 +98,6 @@ class BucketBatches(Batching):
                 "dataset: expected a column 'bucket', got none; pack the dataset with Bucket or BucketByLength, which "
                 "write this column, or use TokenBudget, which does not need this column"
             )
-        self.refuse_aligned_trees(sizes)
         too_long = sizes.tokens > sizes.bucket
         if too_long.any():
             row = int(too_long.argmax())

@@ -73,7 +73,6 @@ class InOrder(Batching):
         return [(name, unit, has, most) for name, unit, has, most in limits if most is not None]
 
     def fit(self, sizes: RowSizes) -> FittedRows:
-        self.refuse_aligned_trees(sizes)
         for name, unit, has, most in self._limits(sizes) if self.rows_per_batch is None else ():
             if (has > most).any():
                 row = int((has > most).argmax())

@@ -163,8 +163,8 @@ def order_in_steps(steps: IntArray, cost: FloatArray, filled: int, world_size: i
     """
     copies_first = np.take_along_axis(steps, np.lexsort((cost[steps], steps < filled)), axis=1)
     rounds = copies_first.reshape(len(steps), -1, world_size)[:, ::-1]
-    accumulation = rounds.shape[1]
-    return assign_ranks(cost, rounds.reshape(-1, world_size)[: -(-filled // world_size)], accumulation, seed).ravel()
+    with_rows = rounds.reshape(-1, world_size)[: -(-filled // world_size)]
+    return assign_ranks(cost, with_rows, rounds.shape[1], seed).ravel()
 
 
 def assign_ranks(cost: FloatArray, rounds: IntArray, accumulation: int, seed: int) -> IntArray:

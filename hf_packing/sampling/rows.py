@@ -8,7 +8,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -52,7 +51,7 @@ from hf_packing.rows.token_columns import (
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, sizes_of_planned
+from hf_packing.sampling.sizes import RowSizes, shows_table, sizes_of_planned
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees
@@ -89,28 +88,26 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         apply_masks: bool = True,
         more: Sequence[str] = (),
     ) -> None:
-        self._in_table: tuple[datasets.Dataset, list[str]] | None = None
+        self._in_table = False
         self._lazy = lazy_rows(dataset)
         self.unread, self.apply_masks, self.sampler = unread, apply_masks, sampler
         self._per_token = (*_PER_TOKEN, *more)
         names = [name for name in (*self._per_token, *SEGMENT_COLUMNS, *_OF_SEGMENTS) if name not in unread]
         if self._lazy is not None:
             names = [name for name in names if name in dataset.format["columns"]]
-        elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            shown, fields = visible_columns(dataset), dataset.data.table.schema
+        elif shows_table(dataset):
+            shown, schema = visible_columns(dataset), dataset.data.table.schema
             names = [name for name in names if name in shown]
             # a subclass of Dataset may change rows when they are read
-            if type(dataset) is datasets.Dataset and all(_has_numbers(fields.field(name).type) for name in names):
-                self._in_table = dataset, names
+            is_stored = type(dataset) is datasets.Dataset
+            self._in_table = is_stored and all(_has_numbers(schema.field(name).type) for name in names)
             dataset = dataset.with_format("numpy", columns=names)
-        self._names = names
-        self.dataset = dataset
+        self._names, self.dataset = names, dataset
 
     @cached_property
     def _columns(self) -> TokenColumns:
         """The columns of the table, as NumPy arrays that share its memory."""
-        assert self._in_table is not None
-        return columns_of(*self._in_table)
+        return columns_of(self.dataset, self._names)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle no views of memory-mapped files, which would be pickled as copies."""
@@ -141,22 +138,20 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         for (number, is_copy), stored, row in zip(micro_batch, numbers, rows, strict=True):
             self._check_lengths(stored, row)
             if pieces is not None:
-                begin, end = pieces.start[number], pieces.start[number] + pieces.length[number]
-                row = {name: values[begin:end] for name, values in row.items()}
+                begin = pieces.start[number]
+                row = {name: values[begin : begin + pieces.length[number]] for name, values in row.items()}
             made.append(_with_masked_labels(row) if is_copy else self._with_labels(row))
         return made
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
-        if self._in_table is not None:
+        if self._in_table:
             return read_rows(self._columns, np.array(numbers, np.int64))
         if self._lazy is not None:
             lazy, packs = self._lazy
             rows = lazy.read(packs[numbers])
-        elif hasattr(self.dataset, "__getitems__"):
-            rows = self.dataset.__getitems__(numbers)
         else:
-            rows = [self.dataset[number] for number in numbers]
+            rows = rows_by_number(self.dataset, numbers)
         return [{name: row[name] for name in self._names if name in row} for row in rows]
 
     def check_num_rows(self) -> None:
@@ -196,6 +191,13 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                 )
 
 
+def rows_by_number(dataset: Any, numbers: Sequence[int]) -> list[Any]:
+    """Return the rows with these numbers, as a DataLoader reads them."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(list(numbers)))
+    return [dataset[number] for number in numbers]
+
+
 def _length_of(values: Any) -> int | str:
     """Return the number of values in a list, or what there is instead of a list, as a text."""
     try:
@@ -224,7 +226,7 @@ _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
 
 
 class TreesOfDocuments(DocumentRows):
-    """A map-style dataset with one row for each tree of documents that begin with the same tokens.
+    """The rows of a dataset's documents as trees: one row for each tree of documents that begin with the same tokens.
 
     A document that shares no prefix is a tree, too. Rows are built when they are read, from the documents' own columns.
     """
@@ -289,10 +291,7 @@ class TreesOfDocuments(DocumentRows):
     def __len__(self) -> int:
         return self.plan.num_packs
 
-    def __getitem__(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
         return self.read(np.array(numbers, dtype=np.int64))
 
@@ -301,15 +300,15 @@ def trees_of_documents(documents: Sequence[Row]) -> list[Row]:
     """Return rows of trees of some documents, which share all tokens that they can."""
     most = sum(len(each[INPUT_IDS]) for each in documents)
     trees = TreesOfDocuments.find(datasets.Dataset.from_list([*documents]), most, 1, "error")
-    return [*trees.__getitems__([*range(len(trees))])]
+    return trees.read(np.arange(len(trees)))
 
 
 def kept_labels(
     dataset: Any,
     sampler: RankBatchSampler,
-    unread: Sequence[str] = (),
-    apply_masks: bool = True,
-    keep_first: bool = False,
+    unread: Sequence[str],
+    apply_masks: bool,
+    keep_first: bool,
 ) -> LabelCounts | None:
     """Count the labels other than -100 in the rows of a sampler, and in all rows of its dataset.
 
@@ -326,17 +325,16 @@ def kept_labels(
     """
     rows, sizes = sampler.rows, sampler.sizes
     if isinstance(dataset, TreesOfDocuments):
-        documents = Pieces.whole(dataset.plan.document_length)
-        counts = (count_labels(dataset.columns, pieces) for pieces in (dataset.plan.segments, documents))
-        return LabelCounts(*counts)
-    in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+        columns, plan = dataset.columns, dataset.plan
+        documents = Pieces.whole(plan.document_length)
+        return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, documents))
+    in_table = shows_table(dataset)
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
     columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sizes, unread, apply_masks)
     whole = Pieces.whole(sizes.tokens)
     if sizes.seq_lengths is not None:
-        lengths = sizes.seq_lengths.astype(np.int64)
-        row = np.repeat(whole.document, sizes.segments)
+        row, lengths = np.repeat(whole.document, sizes.segments), sizes.seq_lengths
         whole = Pieces(row, offsets_of(lengths)[:-1] - offsets_of(sizes.tokens)[row], lengths)
     found = count_labels(columns, whole, keep_first)
     if rows.pieces is not None:

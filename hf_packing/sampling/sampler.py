@@ -18,7 +18,7 @@ from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
 from hf_packing.planning.rank_layout import LayoutCounts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, mean_over_max
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, SampledRow, mean_over_max
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 
@@ -154,8 +154,8 @@ class RankBatchSampler:
         self.batching = batching
         self.epoch = Epoch(0, world_size, accumulation)
         """The epoch whose micro-batches the next iteration yields."""
-        self.world_size, self.accumulation, self.rank = world_size, accumulation, rank
-        self.rows: FittedRows = batching.fit_enough(sizes, self.world_size)
+        self.rank = rank
+        self.rows = batching.fit_enough(sizes, world_size)
         """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         self.sizes = sizes
         self.more_inputs: dict[str, str] = {}
@@ -170,13 +170,12 @@ class RankBatchSampler:
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer steps in an epoch."""
-        return -(-len(self) // self.accumulation)
+        return -(-len(self) // self.epoch.accumulation)
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
         number = check_whole_number("epoch", number, minimum=0)
         if number != self.epoch.number:
-            self.first_micro_batch = 0
             self.epoch, self._plan = replace(self.epoch, number=number), None
 
     @property
@@ -206,7 +205,7 @@ class RankBatchSampler:
         return EpochSummary(
             optimizer_steps=steps,
             num_micro_batches=plan.num_micro_batches,
-            world_size=self.world_size,
+            world_size=plan.world_size,
             documents=documents,
             tokens=tokens,
             documents_per_step=documents / steps,
@@ -281,7 +280,7 @@ class RankBatchSampler:
             "plans": _PLANS_VERSION,
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
-            _ROWS: f"{len(self.sizes):,} rows and {int(self.sizes.tokens.sum()):,} tokens",
+            _ROWS: str(self.sizes),
             SLOTS: self.epoch.slots,
             **self.more_inputs,
         }

@@ -99,7 +99,7 @@ class RowSizes:
     squared_lengths: IntArray
     """int64 [rows]: the attention cost: the sum of squared segment lengths, or `TreeSegments.attention_cost`."""
     bucket: IntArray | None = None
-    """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
+    """integers [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
     packed: bool = False
     """True if rows are packs, which cannot be cut."""
     patches: IntArray | None = None
@@ -113,6 +113,9 @@ class RowSizes:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __str__(self) -> str:
+        return f"{len(self):,} rows and {int(self.tokens.sum()):,} tokens"
 
     def segment_lengths(self, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Return the lengths of the segments of rows, row after row, and the number of segments of each row.
@@ -158,9 +161,8 @@ def sizes_of_packs(
         depths: integers [segments]: the number of tokens above each segment in a tree; 0 for packs of documents.
     """
     lengths = seq_lengths.astype(np.int64)
-    tokens, work = (sums_of(values, offsets) for values in (lengths, attention_costs(lengths, depths)))
-    bucket = None if bucket is None else bucket.astype(np.int64)
-    return RowSizes(tokens, np.diff(offsets), work, bucket, packed=True, seq_lengths=seq_lengths)
+    work = sums_of(attention_costs(lengths, depths), offsets)
+    return RowSizes(sums_of(lengths, offsets), np.diff(offsets), work, bucket, packed=True, seq_lengths=seq_lengths)
 
 
 def sizes_of(dataset: Any) -> RowSizes:
@@ -181,7 +183,7 @@ def sizes_of(dataset: Any) -> RowSizes:
             the rows have a column with segment borders, such as position_ids, but no column seq_lengths.
     """
     refuse_cells(dataset)
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+    if shows_table(dataset):
         return _sizes_in_table(dataset)
     if (lazy := lazy_rows(dataset)) is not None:
         _columns_of_sizes(dataset.format["columns"])
@@ -192,10 +194,15 @@ def sizes_of(dataset: Any) -> RowSizes:
     return _sizes_by_reading(dataset)
 
 
+def shows_table(dataset: Any) -> bool:
+    """Return whether a dataset is a Dataset without a transform, so that its rows are as they are in its table."""
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+
+
 def check_map_style(name: str, dataset: Any) -> None:
     """Raise PackingError, which begins with a name, unless a dataset has a length and numbered rows."""
-    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(
             f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
             "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
@@ -210,19 +217,17 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
         kind = table.schema.field(name).type
         if not is_token_type(kind) or not pa.types.is_integer(kind.value_type):
             raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
-    read = [name for name in names if is_token_type(table.schema.field(name).type)]
     columns = {
         name: TokenColumn(name, table.column(name), numbers)
         for name in (tokens_in, *of_segments, *_SAMPLED)
-        if name in read
+        if name in names and is_token_type(table.schema.field(name).type)
     }
     bucket = None
     if of_segments and BUCKET in names:
         bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
         bucket = bucket if numbers is None else bucket[numbers]
     lists = {name: columns[name].read(np.arange(len(dataset))) for name in of_segments}
-    sampled = {name: columns[name] for name in _SAMPLED if name in columns}
-    sample = _sample_of_rows(read_rows(sampled, rows_to_sample(len(dataset))))
+    sample = _sample_of_rows(read_rows(columns, rows_to_sample(len(dataset))))
     return replace(_sizes(lists, columns[tokens_in].length, bucket), sample=sample)
 
 
@@ -349,13 +354,6 @@ class DataFacts(NamedTuple):
     content: str
     """The digest of a few rows; empty if rows change between two reads."""
 
-    def difference(self, other: "DataFacts", rank: int) -> str | None:
-        """Return how these data, of rank 0, and those of another rank differ; None if the facts show no difference."""
-        for own, others in zip(self, other, strict=True):
-            if own and others and own != others:
-                return f"rank 0 has {own}, but rank {rank} has {others}"
-        return None
-
 
 def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
     """Return the facts about this rank's dataset, for comparison with the datasets of other ranks.
@@ -367,7 +365,7 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
     content = sizes.sample or _content_of(dataset, len(sizes))
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return DataFacts(
-        rows=f"{len(sizes):,} rows and {int(sizes.tokens.sum()):,} tokens",
+        rows=str(sizes),
         sizes=f"lengths, segments and buckets with the digest {replace(sizes, sample=b'').fingerprint}",
         content=f"tokens and labels with the digest {digest}" if content else "",
     )

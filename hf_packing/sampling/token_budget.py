@@ -147,8 +147,8 @@ class TokenBudget(Batching):
             match_documents_per_step=check_optional_number("match_documents_per_step", self.match_documents_per_step),
         )
         if self.linear_cost is not None:
-            accepted = f"a number from 0 to {_MOST_LINEAR:g}, or None"
-            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, accepted))
+            what = f"a number from 0 to {_MOST_LINEAR:g}, or None"
+            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, what))
         schedule: object = self.length_schedule
         if not isinstance(schedule, LengthSchedule | None):
             raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {schedule!r}")
@@ -190,7 +190,6 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
-        self.refuse_aligned_trees(sizes)
         ranks = self.max_ranks_per_document
         if ranks > 1 and sizes.trees is not None:
             raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")
@@ -210,8 +209,8 @@ class TokenBudget(Batching):
                 )
             fits[large] = False
         longest = ranks * self.most_tokens
-        cut = cuts and bool((sizes.tokens > longest).any())
-        fitted = _cut_rows(sizes, longest, self.overflow) if cut else keep_rows(sizes, fits)
+        is_cut = cuts and (sizes.tokens > longest).any()
+        fitted = _cut_rows(sizes, longest, self.overflow) if is_cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
     def lay_out(self, lengths: IntArray) -> RankLayout:
@@ -225,12 +224,9 @@ class TokenBudget(Batching):
             >>> budget.lay_out(np.array([16, 4, 4])).tokens.tolist()
             [12, 12]
         """
-        linear_cost, ranks = (
-            _MOST_LINEAR if self.balance == "tokens" else self._linear_cost,
-            self.max_ranks_per_document,
-        )
+        ranks = self.max_ranks_per_document
         most = max(self.max_tokens, -(-int(lengths.sum()) // ranks))  # evaluations have micro-batches of any size
-        return lay_out(lengths, ranks, most, linear_cost)
+        return lay_out(lengths, ranks, most, _MOST_LINEAR if self.balance == "tokens" else self.usual_linear_cost)
 
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
         """Return the number of micro-batches over all ranks, without those that only have copies of rows.
@@ -319,11 +315,12 @@ class TokenBudget(Batching):
         """
         if self.balance == "tokens":
             return tokens.astype(np.float64)
-        cost: npt.NDArray[np.float64] = self._linear_cost * tokens + squared_lengths
+        cost: npt.NDArray[np.float64] = self.usual_linear_cost * tokens + squared_lengths
         return cost
 
     @property
-    def _linear_cost(self) -> float:
+    def usual_linear_cost(self) -> float:
+        """The linear_cost; a typical value if it is None."""
         return LINEAR_COST if self.linear_cost is None else self.linear_cost
 
 

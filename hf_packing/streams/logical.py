@@ -25,7 +25,7 @@ from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
-from hf_packing.streams.packed import StreamPacking, Window
+from hf_packing.streams.packed import PlacedRows, StreamPacking, Window
 from hf_packing.streams.reader import Share, equal_shares, open_source, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
@@ -110,8 +110,8 @@ class PackedExamples(StatefulExamples):
             )
         positions = {stream: positions[stream] for stream in self.owned}
         self._state_dict[STATE] = (*made_from, positions)
-        turns, at_once = self.turns(positions), 1 if one_row else _ROWS_AT_ONCE
-        while taken := list(islice(turns, at_once)):
+        turns = self.turns(positions)
+        while taken := list(islice(turns, 1 if one_row else _ROWS_AT_ONCE)):
             if rows := [turn.row for turn in taken if turn.row is not None]:
                 yield pa.concat_tables(rows).combine_chunks()  # each piece of a column would take time
 
@@ -141,16 +141,14 @@ class PackedExamples(StatefulExamples):
         for change in describe_changes(facts, of=" of a stream"):
             warnings.warn(f"pack {change}", stacklevel=2)
 
-    def _rows(
-        self, stream: int, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
+    def _rows(self, stream: int, share: Share | None, window: Window | None, rows_out: int) -> PlacedRows:
         """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
-        if not self.streams:
-            return self.packing.rows(self.ex_iterable, None, window, rows_out)
-        packing, piece = replace(self.packing, stream=stream), piece_of(self.ex_iterable, stream, self.streams)
-        if piece is not None:
-            return packing.rows(piece, None, window, rows_out)
-        return packing.rows(self.ex_iterable, share, window, rows_out)
+        examples, packing = self.ex_iterable, self.packing
+        if self.streams:
+            packing = replace(packing, stream=stream)
+            if (piece := piece_of(examples, stream, self.streams)) is not None:
+                examples, share = piece, None
+        return packing.rows(examples, share, window, rows_out)
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
@@ -195,8 +193,7 @@ def pack_stream(
     masks = [name for name in LOSS_MASKS if name in source.schema.names]
     for change in describe_changes({"loss_masks": masks}, left_out=source.left_out):
         warnings.warn(f"pack {change}", stacklevel=3)
-    of_windows = StreamPacking(packing, window_packs, source.schema)
     if streams is not None:
         warn_of_reading(source.examples, streams)
-    packed = PackedExamples(source.examples, of_windows, streams or 0)
-    return upstream.stream_of(packed, of_windows.features, like=stream)
+    packed = PackedExamples(source.examples, StreamPacking(packing, window_packs, source.schema), streams or 0)
+    return upstream.stream_of(packed, like=stream)

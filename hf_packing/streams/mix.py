@@ -100,8 +100,8 @@ def mix(
     left_out = list(dict.fromkeys(each for source in opened.values() for each in source.left_out))
     for change in describe_changes({}, left_out=left_out):
         warnings.warn(f"mix {change}", stacklevel=2)
-    read = [source.examples for source in opened.values()]
-    mixed = MixedExamples(read, shares, first.schema, stopping_strategy, check_seed(seed))
+    examples = [source.examples for source in opened.values()]
+    mixed = MixedExamples(examples, shares, first.schema, stopping_strategy, check_seed(seed))
     return datasets.IterableDataset(mixed, info=datasets.DatasetInfo(features=mixed.features))
 
 
@@ -189,8 +189,12 @@ class MixedExamples(StatefulExamples):
     def shuffle_data_sources(self, generator: np.random.Generator) -> "MixedExamples":
         return self.changed(ex_iterables=[upstream.shuffled(each, generator) for each in self.ex_iterables])
 
-    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "MixedExamples":
-        del contiguous  # a piece is divided into pieces of its own
+    def shard_data_sources(
+        self,
+        num_shards: int,
+        index: int,
+        contiguous: bool = True,  # noqa: ARG002  # a piece is divided into pieces of its own
+    ) -> "MixedExamples":
         pieces = min(num_shards, self.num_shards)  # since datasets leaves ranks and workers without a shard out
         return self.piece(index, pieces) if index < pieces else self.piece(0, 0)
 

@@ -49,6 +49,11 @@ Window = dict[str, Any]
 """The start of a window, as plain values and bytes from which its rows can be made again; see `_start_of_window`."""
 
 
+PlacedRows = Iterator[tuple[pa.Table | None, Window, int]]
+"""Rows as tables of one, each with the start of its window, and the number of the window's rows that are out with it;
+None in place of a row at the end."""
+
+
 @dataclass(frozen=True)
 class StreamPacking:
     """The way in which the rows of a packed stream are made."""
@@ -78,7 +83,7 @@ class StreamPacking:
 
     def rows(
         self, examples: upstream.Examples, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
+    ) -> PlacedRows:
         """Yield the rows of a stream, or of a share of its shards, from a place on.
 
         Args:
@@ -86,10 +91,6 @@ class StreamPacking:
             share: the parts of the shards to read; None to read the stream as it is.
             window: the start of the window to begin with; None for the first.
             rows_out: the number of rows of this window that are out.
-
-        Yields:
-            A row, as a table of one, the start of its window, and the number of the window's rows that are then out. At
-            the end, None in place of the row.
         """
         if window is None:
             window = _start_of_window(self.schema.empty_table(), np.zeros(0, np.int8), START, 0, Counter())
@@ -123,14 +124,13 @@ class StreamPacking:
                 f"{error}. Numbers count the documents of a window of the stream: {documents} that have waited, then "
                 f"those from document {counts['documents']} on"
             ) from error
-        plan, waits = planned.plan, np.zeros(planned.plan.num_packs, dtype=bool)
+        plan = planned.plan
         if (labels := labels_left(columns, plan)) is not None:
             counts["lost_labels"] += labels.documents - labels.left
             if not window["number"]:
                 labels.check_some_left("strategy", self.strategy)
         age = np.concatenate([np.frombuffer(window["age"], np.int8), np.zeros(new.num_rows, np.int8)])
-        if not reader.ended:
-            waits = choose_waiting(planned, age, size)
+        waits = np.zeros(plan.num_packs, dtype=bool) if reader.ended else choose_waiting(planned, age, size)
         made = plan.take_packs(self.order(plan, np.flatnonzero(~waits), counts["packs"]))
         counts.update(
             documents=new.num_rows,
@@ -184,7 +184,7 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
 
     Args:
         waiting: the documents, and parts of documents, that wait for the window, in the order of the stream.
-        age: integers [waiting documents]: the number of windows for which each document has waited.
+        age: int8 [waiting documents]: the number of windows for which each document has waited.
         place: where the window's new documents begin in the stream.
         number: the number of the window, from 0.
         counts: what was read and packed before the window. `splits` says how many shared prefixes ended early, since
@@ -195,7 +195,7 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
         writer.write_table(waiting)
     return {
         "waiting": sink.getvalue().to_pybytes(),
-        "age": age.astype(np.int8).tobytes(),
+        "age": age.tobytes(),
         "place": place,
         "number": number,
         "counts": dict(counts),

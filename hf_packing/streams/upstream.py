@@ -72,18 +72,15 @@ def position(stream: datasets.IterableDataset) -> str:
     return f"in epoch {stream.epoch}" if stream.epoch else ""
 
 
-def stream_of(
-    examples: Examples, features: datasets.Features, like: datasets.IterableDataset
-) -> datasets.IterableDataset:
+def stream_of(examples: Examples, like: datasets.IterableDataset) -> datasets.IterableDataset:
     """Return an IterableDataset of packed rows.
 
     Args:
         examples: the object that reads the rows.
-        features: names and types of their columns.
         like: the stream of the documents, whose description, with the trace of packing, split, format, and share of a
             node the result gets.
     """
-    known = like.info
+    known, features = like.info, examples.features
     info = datasets.DatasetInfo(
         description=with_trace(known.description) if SEQ_LENGTHS in features else known.description,
         citation=known.citation,

@@ -156,8 +156,7 @@ class Head:
 
     def _places(self, like: Tensor) -> Tensor:
         """Return what `Logits.places` describes, for the logits of all tokens."""
-        of_tokens = torch.empty((*self.shape, 1), device="meta")
-        return of_tokens.expand(*self.shape, like.shape[-1])
+        return torch.empty((*self.shape, 1), device="meta").expand(*self.shape, like.shape[-1])
 
     def _reason_of(self, hidden: Any, *others: Any) -> str:
         if others or not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[:2] != self.shape:
@@ -248,11 +247,12 @@ class Logits(Tensor):
 
     def values(self) -> Tensor:
         """Return the logits, and keep them."""
-        if self._known is None and self.base is not None:
-            self._known = self.taken(self.base.values())
         if self._known is None:
-            with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
-                self._known = self.of(self.inputs_of(slice(None))).view(self.shape)
+            if self.base is not None:
+                self._known = self.taken(self.base.values())
+            else:
+                with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
+                    self._known = self.of(self.inputs_of(slice(None))).view(self.shape)
         return self._known
 
     def tokens(self, device: Any) -> Tensor:
@@ -336,9 +336,11 @@ class Logits(Tensor):
 
 def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None:
     """Compute `F.cross_entropy` in chunks, and note its sum. Return None if torch has to compute it as usual."""
-    if not isinstance(logits, Logits) or (logits.ndim, target.ndim) != (2, 1):
-        return None
-    if any(options[name] is not None for name in ("weight", "size_average", "reduce")):
+    if (
+        not isinstance(logits, Logits)
+        or (logits.ndim, target.ndim) != (2, 1)
+        or any(options[name] is not None for name in ("weight", "size_average", "reduce"))
+    ):
         return None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})

@@ -176,7 +176,7 @@ class PackedLoader(StepLoader):
     def __init__(self, loader: DataLoader[Batch], loop: LoopSteps, labels: LabelCounts | None) -> None:
         assert isinstance(loader.dataset, SampledRows)
         self.dataset, self._sampler = loader.dataset, loader.dataset.sampler
-        super().__init__(loop.accelerator, self._sampler.accumulation, loop)
+        super().__init__(loop.accelerator, self._sampler.epoch.accumulation, loop)
         self._first_step = 0
         self._loader, self._labels = loader, labels
 
@@ -256,8 +256,8 @@ class PackedLoader(StepLoader):
         """
         self._check_between_steps()
         ended = self.micro_batches_done == len(self)
-        place = {"epoch": self.epoch + ended, "steps": 0 if ended else self.steps_done}
-        return {**place, **self._sampler.plan_inputs()}
+        steps = 0 if ended else self.steps_done
+        return {"epoch": self.epoch + ended, "steps": steps, **self._sampler.plan_inputs()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue from a state that `state_dict` returned, with the same optimizer steps.

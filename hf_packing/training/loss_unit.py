@@ -29,10 +29,8 @@ class CheckedRows(NamedTuple):
 
     whole: Batch
     """All rows."""
-    parts: Sequence[Batch]
-    """One or two parts of them."""
-    rows: Sequence[int]
-    """The number of rows in each part."""
+    parts: Sequence[tuple[Batch, int]]
+    """One or two parts of them, each with its number of rows."""
 
 
 def _labels(batch: Batch, _: int, begin: int = 0) -> Any:
@@ -43,7 +41,7 @@ UNITS: dict[str, Callable[[Batch, int], Tensor]] = {
     "rows": lambda _, rows: torch.tensor(rows),
     "labeled rows": _labels,
     "labeled tokens": _labels,
-    "labeled tokens but the first": lambda batch, rows: _labels(batch, rows, begin=1),
+    "labeled tokens but the first": partial(_labels, begin=1),
     "completion tokens": lambda batch, _: batch[COMPLETION_MASK][:, 1:].sum(),
     "tokens of chosen completions": lambda batch, _: batch[COMPLETION_MASK].chunk(2)[0][:, 1:].sum(),
 }
@@ -75,7 +73,7 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
             "model: expected weights in memory, since attach has to compute the loss of a few rows to find what the "
             "loss is the mean of; call attach before the model is sharded"
         )
-    together, *steps = _steps(trainer, kind, [checked.whole, *checked.parts])
+    together, *steps = _steps(trainer, kind, [checked.whole, *(batch for batch, _ in checked.parts)])
     losses = [each.loss for each in steps]
     if not all(map(math.isfinite, (together.loss, *losses))):
         raise PackingError(f"trainer: expected a finite loss, but the loss of {what} is {together.loss} on some rows")
@@ -83,17 +81,18 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
     most *= max(map(abs, (together.loss, *losses)))
     fitting: dict[str, float] = {}
     for unit in dict.fromkeys([*([named] if named else []), *_units_of(checked.whole)]):
-        counts = [float(UNITS[unit](*each)) for each in zip(checked.parts, checked.rows, strict=True)]
+        counts = [float(UNITS[unit](*part)) for part in checked.parts]
         shares = [count / max(sum(counts), 1) for count in counts]
         mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         apart = _apart(together, steps, shares)
         if len(counts) == 1 or (all(counts) and abs(mean - together.loss) <= most and apart <= most_of_gradients):
             fitting[unit] = apart
     best = min(fitting, key=fitting.__getitem__, default=None)
-    if best is not None and named is None:
-        return best
-    if best is not None and named in fitting and fitting[named] <= 2 * fitting[best] + most_of_gradients / 100:
-        return named
+    if best is not None:
+        if named is None:
+            return best
+        if named in fitting and fitting[named] <= 2 * fitting[best] + most_of_gradients / 100:
+            return named
     expected = f"one of {', '.join(UNITS)}" if named is None else f"another unit than {named!r}"
     fits = f"; {best!r} fits better" if best else ""
     raise PackingError(
@@ -126,8 +125,10 @@ def _steps(trainer: Trainer, kind: type[Trainer], batches: Sequence[Batch]) -> l
             if total > max(_FEW, parameter.numel()):
                 del runner.parameters[name]
         device = input_device(inner_model(trainer.model))
-        given = [send_to_device(dict(batch), device) for batch in batches]
-        return [runner.run(partial(asked.compute_loss, trainer.model, each)) for each in given]
+        return [
+            runner.run(partial(asked.compute_loss, trainer.model, send_to_device(dict(batch), device)))
+            for batch in batches
+        ]
 
 
 def _apart(together: Step, parts: Sequence[Step], shares: Sequence[float]) -> float:

@@ -204,11 +204,6 @@ class RowToScore(NamedTuple):
     build: Callable[[], Rows]
     """Builds the packed row or, if sequences share tokens, the row of trees."""
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of the row."""
-        return int(self.paths.own.sum())
-
     def inputs(self) -> Batch:
         """Return the model's inputs."""
         return inputs_of_model(PackingCollator()(self.build().table.to_pylist()))
@@ -242,7 +237,7 @@ def rows_to_score(sequences: Sequence[_Integers], max_tokens: int, fewest_shared
         paths = TreePaths(plan.segment_length[first:end], shared[first:end])
         build = partial(packing.rows, columns, plan, np.array([pack]))
         rows.append(RowToScore(plan.segment_document[first:end].tolist(), paths, build))
-    return sorted(rows, key=lambda row: -row.tokens)
+    return sorted(rows, key=lambda row: -row.paths.own.sum())
 
 
 def _read(documents: Any) -> list[_Document]:
@@ -356,12 +351,11 @@ def document_logps(model: nn.Module, batch: Batch) -> Tensor:
     check_keys(batch)
     if part_of_row(batch):
         raise PackingError("batch: expected whole documents, got a part of a row; train without max_ranks_per_document")
-    labels = batch[labels_key(batch)]
     check_patched(model)
     check_predicts_next(model)
     if is_tree_batch(batch):
         patch_model(model, trees=True)  # the proof reads all logits, as the forward below does not
-    following = NextTokens.of_batch(batch, labels)
+    following = NextTokens.of_batch(batch, batch[labels_key(batch)])
     log_probs = results_of_labels(model, inputs_of_model(batch), following.predictors, following.labels, log_probs_of)
     exact = log_probs.to(exact_type(log_probs.device))
     if is_tree_batch(batch):

@@ -18,7 +18,6 @@ from typing import Any
 import datasets
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_packing.attention import inner_model
@@ -40,7 +39,7 @@ from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels, trees_of_documents
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
+from hf_packing.sampling.sizes import check_map_style, rows_to_sample, shows_table, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import masks_tokens, sft_trainer_of
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
@@ -134,13 +133,13 @@ class PackedRows:
         Raises:
             PackingError: the dataset has labels, but none are left.
         """
-        if self.reading.masking is None:
-            unread, apply_masks = self.reading.unread, self.reading.apply_masks
-            self.labels = kept_labels(self.dataset, self.sampler, unread, apply_masks, collator.keep_first_labels)
+        reading, keep_first = self.reading, collator.keep_first_labels
+        if reading.masking is None:
+            self.labels = kept_labels(self.dataset, self.sampler, reading.unread, reading.apply_masks, keep_first)
         if self.labels is not None:
             self.labels.check_some_left("batching", self.sampler.batching)
 
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+    def summary(self, unpacked: int, isolation: object) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 
@@ -163,8 +162,7 @@ class PackedRows:
         """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
         None if it is not a document of the dataset as it is."""
         rows, sampler = self._rows(), self.sampler
-        is_fixed = isinstance(self.dataset, list | datasets.Dataset)  # others may change rows when they are read
-        is_fixed = is_fixed and getattr(self.dataset, "format", {}).get("type") != "custom"
+        is_fixed = isinstance(self.dataset, list) or shows_table(self.dataset)  # others may change rows
         is_whole = (
             is_fixed and self.reading.masking is None and sampler.rows.pieces is None and not sampler.sizes.packed
         )
@@ -193,8 +191,7 @@ class PackedRows:
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        made = self._collator(accelerator, collate)
-        batches: DataLoader[Any] = batches_loader(self._rows(), self.sampler, made, **options)
+        batches = batches_loader(self._rows(), self.sampler, self._collator(accelerator, collate), **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
@@ -295,7 +292,7 @@ def _columns_of_numbers(data: Any) -> list[str]:
     """Return the columns with a number for each token that packing does not know."""
     if isinstance(data, datasets.IterableDataset):
         data = data.features or datasets.Features()
-    elif isinstance(data, datasets.Dataset) and data.format["type"] != "custom":
+    elif shows_table(data):
         data = datasets.Features({name: data.features[name] for name in visible_columns(data)})
     if isinstance(data, datasets.Features):
         return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_token_type(each.type)]

@@ -32,7 +32,7 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.sampling.rows import trees_of_documents
+from hf_packing.sampling.rows import rows_by_number, trees_of_documents
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.loss_unit import CheckedRows
 from hf_packing.training.losses import (
@@ -51,7 +51,7 @@ from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Source
 from hf_packing.training.step import StepCase, StepReport, prove_step
 from hf_packing.training.step_counts import StepCounts
-from hf_packing.training.whole_rows import collate_rows, read_rows
+from hf_packing.training.whole_rows import collate_rows
 
 Document = dict[str, Tensor]
 """The columns of a document, each [1, tokens]."""
@@ -488,7 +488,7 @@ def _own_collator(stock: Any, first: int) -> Callable[[int, Document], None]:
     def check(number: int, document: Document) -> None:
         batch: Batch = {}
         with suppress(Exception):  # a collator may raise anything
-            batch = {} if loader is None else collate_rows(loader.collate_fn, read_rows(loader.dataset, [number]))
+            batch = {} if loader is None else collate_rows(loader.collate_fn, rows_by_number(loader.dataset, [number]))
         if LABELS not in batch:
             return
         is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0

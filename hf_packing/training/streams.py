@@ -32,7 +32,6 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.rank_layout import LINEAR_COST
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
@@ -105,7 +104,7 @@ def training_stream(
                 f"max_ranks_per_document: expected 1 for a stream, got {batching.ranks_per_block}; only documents of a "
                 "map-style dataset can be on several ranks"
             )
-    if getattr(stream, "_distributed", None) is not None:
+    if stream._distributed is not None:
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
             "divided; leave split_dataset_by_node out, since hf_packing divides the logical streams among the ranks"
@@ -193,13 +192,8 @@ def _of_documents(
     )
     packing = Packing.of(strategy, position_ids=False, share_prefixes=batching.share_prefixes)
     packing.check_names(source.names)
-    linear_cost = LINEAR_COST if batching.linear_cost is None else batching.linear_cost
-    of_windows = StreamPacking(
-        packing,
-        WINDOW_PACKS,
-        source.schema,
-        linear_cost=linear_cost if batching.balance == "attention" else None,
-    )
+    linear_cost = batching.usual_linear_cost if batching.balance == "attention" else None
+    of_windows = StreamPacking(packing, WINDOW_PACKS, source.schema, linear_cost)
     streams = 1 << min(int(source.examples.num_shards), _MOST_STREAMS).bit_length() - 1
     warn_of_reading(source.examples, streams)
     return PackedExamples(source.examples, of_windows, streams), 1, batching.most_tokens
@@ -255,7 +249,7 @@ class StreamedRows:
     def count_labels(self, collator: PackingCollator) -> None:
         """Do nothing: how many labels a stream has is not known."""
 
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> "StreamSummary":  # noqa: ARG002
+    def summary(self, unpacked: int, isolation: object) -> "StreamSummary":  # noqa: ARG002
         """Return how a training reads the stream; the number of documents in a step without packing is not known."""
         return StreamSummary(self, isolation)
 
@@ -324,15 +318,20 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 
     def loader(self, workers: int, seed: int, **options: Any) -> DataLoader[MicroBatch]:
         """Return a DataLoader of the micro-batches. The seeds of workers follow from `seed`, not from torch's own."""
-        as_it_is: Any = _as_it_is
-        seeds, workers = torch.Generator().manual_seed(seed), self.usable_workers(workers)
-        return DataLoader(self, batch_size=None, collate_fn=as_it_is, num_workers=workers, generator=seeds, **options)
+        return DataLoader(
+            self,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self.usable_workers(workers),
+            generator=torch.Generator().manual_seed(seed),
+            **options,
+        )
 
     def usable_workers(self, workers: int) -> int:
         """Return how many of some workers can share the logical streams, so that rows keep their order."""
-        owned = len(self.streams.owned)
-        fits = (count for count in range(workers, 1, -1) if owned % (count * self.rows_per_batch) == 0)
-        return next(fits, min(workers, 1))
+        while workers > 1 and len(self.streams.owned) % (workers * self.rows_per_batch):
+            workers -= 1
+        return workers
 
     def __iter__(self) -> Iterator[MicroBatch]:
         streams, size = self.streams, self.rows_per_batch
@@ -368,7 +367,7 @@ def _without_end(streams: PackedExamples, positions: dict[int, Position]) -> Ite
             yield Turn(stream, None, positions[stream])
 
 
-def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
+def _as_it_is(micro_batch: Any) -> Any:
     return micro_batch
 
 
@@ -428,8 +427,8 @@ class StreamLoader(StepLoader):
         rows, streams = self.dataset, self.dataset.of_epoch(self.epoch)
         own = streams.changed(owned=streams.owned[self._rank :: self._ranks])
         turns = RankTurns(own, dict(self._positions), rows.rows_per_batch, self._collate, rows.names, len(rows.sources))
-        seed = self.epoch * self._ranks + self._rank
-        micro_batches = iter(turns.loader(self._workers, seed, **self._options))
+        loader = turns.loader(self._workers, seed=self.epoch * self._ranks + self._rank, **self._options)
+        micro_batches = iter(loader)
         left = set(own.owned)
 
         def read() -> tuple[list[MicroBatch], Answer]:
@@ -439,8 +438,8 @@ class StreamLoader(StepLoader):
                 return step, Answer.ROW
             return step, Answer.NO_ROW if left else Answer.ENDED
 
-        processes, device = self._accelerator.num_processes, self._accelerator.device
-        for step, is_run in in_lockstep(read, processes, device, max(_MICRO_BATCHES_AHEAD // self.accumulation, 1)):
+        accelerator, most_ahead = self._accelerator, max(_MICRO_BATCHES_AHEAD // self.accumulation, 1)
+        for step, is_run in in_lockstep(read, accelerator.num_processes, accelerator.device, most_ahead):
             if is_run:
                 self._step = step
                 self.tokens_of_sources = torch.from_numpy(np.stack([each.of_sources for each in step]))
@@ -464,14 +463,16 @@ class StreamLoader(StepLoader):
         It is always the same batch, since a model draws as much dropout for a batch as the batch has tokens.
         """
         tokens = np.zeros(_MASKED_TOKENS, dtype=np.int64)
-        labels, segments = np.full_like(tokens, IGNORED_LABEL), np.full_like(tokens, COPIED_SEGMENT)
-        features = self.dataset.streams.features
-        more = {
-            name: tokens.astype(features[name].feature.dtype)
-            for name in self.dataset.names
-            if name not in KNOWN_COLUMNS
+        row = {
+            INPUT_IDS: tokens,
+            LABELS: np.full_like(tokens, IGNORED_LABEL),
+            SEQ_IDX: np.full_like(tokens, COPIED_SEGMENT),
         }
-        return self._collate([{INPUT_IDS: tokens, LABELS: labels, SEQ_IDX: segments, **more}])
+        features = self.dataset.streams.features
+        for name in self.dataset.names:
+            if name not in KNOWN_COLUMNS:
+                row[name] = tokens.astype(features[name].feature.dtype)
+        return self._collate([row])
 
     def _begin_at_epoch(self, epoch: int) -> None:
         """Make the next iteration begin with the first row of an epoch."""
@@ -486,8 +487,7 @@ class StreamLoader(StepLoader):
                 that were accumulated so far.
         """
         self._check_between_steps()
-        of_ranks = gather_object([self._positions])
-        positions = {stream: at for of_rank in of_ranks for stream, at in of_rank.items()}
+        positions = {stream: at for of_rank in gather_object([self._positions]) for stream, at in of_rank.items()}
         return {
             "epoch": self.epoch,
             "steps": self.steps_done,

@@ -7,13 +7,12 @@ the collator gets this row alone. What the loss is a mean of is found by trial (
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -24,8 +23,9 @@ from hf_packing.columns import ATTENTION_MASK, INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.token_columns import rows_of_each_value, visible_columns
 from hf_packing.sampling.batching import SampledRow
+from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
+from hf_packing.sampling.sizes import RowSizes, rows_to_sample, shows_table, sizes_of
 from hf_packing.training.loader import batches_loader, on_device
 from hf_packing.training.loss_unit import UNITS, CheckedRows
 from hf_packing.training.losses import COUNTS, Batch
@@ -57,21 +57,21 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         self.sampler.set_epoch(epoch)
 
     def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:
-        rows = read_rows(self.dataset, [number for number, _ in micro_batch])
+        rows = rows_by_number(self.dataset, [number for number, _ in micro_batch])
         return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
 
-    def collated(self, rows: Iterable[tuple[Any, bool]]) -> Batch:
+    def collated(self, rows: Sequence[tuple[Any, bool]]) -> Batch:
         """Return what the trainer's collator makes of rows, with counts of the batch."""
-        most, rows = self.sampler.batching.most_tokens, list(rows)
-        batch = self.collate([row for row, _ in rows])
+        most = self.sampler.batching.most_tokens
+        batch = self._with_counts(self.collate([row for row, _ in rows]), sum(not is_copy for _, is_copy in rows))
         assert most is not None
-        if (tokens := _tokens_and_squares(batch)[0]) > most:
+        if (tokens := int(batch[COUNTS][0])) > most:
             raise PackingError(
                 f"data_collator: expected at most {most} tokens in a micro-batch, as planned, got {tokens}"
                 ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
                 "attention_mask that is 0 on padding, and must not add tokens at random"
             )
-        return self._with_counts(batch, sum(not is_copy for _, is_copy in rows))
+        return batch
 
     def _with_counts(self, batch: Batch, rows: int) -> Batch:
         """Return a batch of so many rows that are no copies with its counts."""
@@ -80,26 +80,29 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         return {**batch, COUNTS: torch.tensor([tokens, rows, squares, units])}
 
     def collate_parts(self, equal: bool = False) -> "CheckedRows | None":
-        """Return the batches of `rows_to_check`, without counts; None if there are no rows."""
-        parts = [part for part in self._rows_to_check(equal) if part]
+        """Return the batches of rows with which the loss is checked, without counts; None if there are no rows."""
+        parts = self._rows_to_check(equal)
         if not parts:
             return None
-        whole, *parted = (dict(collate_rows(self.collate, rows)) for rows in ([*chain(*parts)], *parts))
-        return CheckedRows(whole, parted, [*map(len, parts)])
+
+        def batch_of(rows: Sequence[Any]) -> Batch:
+            return dict(collate_rows(self.collate, rows))
+
+        return CheckedRows(batch_of([*chain(*parts)]), [(batch_of(rows), len(rows)) for rows in parts])
 
     def counted(self, checked: "CheckedRows") -> list[Batch]:
         """Return the parts with their counts."""
-        return [self._with_counts(*each) for each in zip(checked.parts, checked.rows, strict=True)]
+        return [self._with_counts(*part) for part in checked.parts]
 
-    def _rows_to_check(self, equal: bool = False) -> tuple[list[Any], list[Any]]:
+    def _rows_to_check(self, equal: bool) -> list[list[Any]]:
         """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
 
         They are the shortest rows, a row for each value of columns with few values, such as rare classes, and a long
-        row. The parts have other values and other numbers of tokens for each row. The second part is empty if no two
-        rows fit into a micro-batch.
+        row. The parts have other values and other numbers of tokens for each row. There is one part if no two rows fit
+        into a micro-batch.
 
         Args:
-            equal: whether all of them have to have equally many tokens; both parts may then be empty.
+            equal: whether all of them have to have equally many tokens; there may then be no part.
         """
         tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
         assert most is not None
@@ -108,32 +111,25 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         if equal:
             lengths, counts = np.unique(tokens[by_length], return_counts=True)
             by_length = by_length[tokens[by_length] == lengths[counts.argmax()]]
-            by_length = by_length[: len(by_length) if len(by_length) > 1 else 0]
+            if len(by_length) == 1:
+                by_length = by_length[:0]
         usable = {*by_length.tolist()}
         kinds = [number for number in rows_of_each_value(self.dataset) if number in usable][:_SHORT_ROWS]
         rows = [*dict.fromkeys([*by_length[:1].tolist(), *kinds, *by_length[:_SHORT_ROWS].tolist()])]
         rows = rows[: int((tokens[rows].cumsum() <= most).sum())]
         long = by_length[tokens[by_length] <= most - tokens[rows].sum()][-1:].tolist()
         second = {*rows[2::3], *kinds, *long} - {*rows[:1]}
-        parts = [
-            [each for each in dict.fromkeys([*rows, *long]) if (each in second) is later] for later in (False, True)
-        ]
-        return tuple(read_rows(self.dataset, part) for part in parts)  # type: ignore[return-value]
+        chosen = dict.fromkeys([*rows, *long])
+        parts = [each for each in chosen if each not in second], [each for each in chosen if each in second]
+        return [rows_by_number(self.dataset, part) for part in parts if part]
 
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+    def summary(self, unpacked: int, isolation: object) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation)
 
     def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
         return on_device(batches_loader(self, self.sampler, self.collated, **options), accelerator)
-
-
-def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
-    """Return the rows with these numbers, as a DataLoader reads them."""
-    if hasattr(dataset, "__getitems__"):
-        return list(dataset.__getitems__(list(numbers)))
-    return [dataset[number] for number in numbers]
 
 
 def _tokens_and_squares(batch: Any) -> tuple[int, int]:
@@ -202,7 +198,7 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
     """
 
     def alone(number: int) -> Any:
-        return collate_rows(collate, read_rows(dataset, [number]))
+        return collate_rows(collate, rows_by_number(dataset, [number]))
 
     def sampled(number: int) -> bytes:
         once, twice = (_digest(alone(number)) for _ in range(2))
@@ -212,8 +208,8 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
     if pixels_per_patch is None and (in_column := _sizes_in_column(dataset)) is not None:
         by_length = np.argsort(in_column.tokens, kind="stable")
         asked = {*numbers, *by_length[:8].tolist(), *by_length[-8:].tolist()}
-        expected = {row: (in_column.tokens[row], in_column.squared_lengths[row]) for row in asked}
-        if all(_tokens_and_squares(alone(row)) == size for row, size in expected.items()):
+        tokens, squares = in_column.tokens, in_column.squared_lengths
+        if all(_tokens_and_squares(alone(row)) == (tokens[row], squares[row]) for row in asked):
             return replace(in_column, sample=b"".join(map(sampled, numbers)))
     measured = []
     for number in tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows"):
@@ -221,18 +217,20 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
         patches = 0 if pixels_per_patch is None else patches_in(batch, pixels_per_patch)
         measured.append((*_tokens_and_squares(batch), patches))
     tokens, squares, of_pictures = np.array(measured, dtype=np.int64).reshape(-1, 3).T
-    sizes = RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=b"".join(map(sampled, numbers)))
-    return replace(sizes, patches=of_pictures) if of_pictures.any() else sizes
+    return RowSizes(
+        tokens,
+        (tokens > 0).astype(np.int64),
+        squares,
+        patches=of_pictures if of_pictures.any() else None,
+        sample=b"".join(map(sampled, numbers)),
+    )
 
 
 def _sizes_in_column(dataset: Any) -> RowSizes | None:
     """Return the lengths of `input_ids` as sizes; None if there is no such column of documents."""
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
-        return None
-    if INPUT_IDS not in visible_columns(dataset):
-        return None
-    with suppress(PackingError):  # several sequences in a row, as for multiple choice
-        return sizes_of(dataset.select_columns([INPUT_IDS]))
+    if shows_table(dataset) and INPUT_IDS in visible_columns(dataset):
+        with suppress(PackingError):  # several sequences in a row, as for multiple choice
+            return sizes_of(dataset.select_columns([INPUT_IDS]))
     return None
 
 

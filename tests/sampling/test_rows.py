@@ -104,8 +104,8 @@ def test_tokens_are_in_the_memory_of_the_table_and_not_in_a_pickled_copy(tmp_pat
 def test_columns_without_lists_of_numbers_are_left_to_the_dataset(column):
     dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2]], "b": column})
     sampler = RankBatchSampler(hfp.TokenBudget(9), sizes_of(dataset))
-    assert SampledRows(dataset, sampler)._in_table is not None
-    assert SampledRows(dataset, sampler, more=["b"])._in_table is None
+    assert SampledRows(dataset, sampler)._in_table
+    assert not SampledRows(dataset, sampler, more=["b"])._in_table
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.list_(pa.int64())), pa.list_(pa.list_(pa.int32(), 2))], ids=str)
@@ -255,7 +255,7 @@ def tables(draw, columns, fixed=False):
 
 def batches(dataset, batching, world_size, rank, direct):
     rows = SampledRows(dataset, RankBatchSampler(batching, sizes_of(dataset), world_size, rank))
-    assert (rows._in_table is not None) is direct
+    assert rows._in_table is direct
     return list(torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator()))
 
 
