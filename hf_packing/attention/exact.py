@@ -216,12 +216,11 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 """The kernel behind torch's attention on CPUs, which also returns the log of the sum of exponentials of the scores."""
 
 
-def _around(key: Tensor, value: Tensor, place: int) -> list[tuple[list[Tensor], bool]]:
+def _around(key: Tensor, value: Tensor, place: int) -> list[tuple[tuple[Tensor, ...], bool]]:
     """Return the keys and values before a place, and after it, and whether tokens from the place on see only earlier
     ones of these."""
-    sizes = [place, key.shape[2] - place]
-    before, after = zip(*(torch.split(each, sizes, dim=2) for each in (key, value)), strict=True)
-    return [([*before], False), ([*after], True)]
+    before, after = zip(*(torch.tensor_split(each, [place], dim=2) for each in (key, value)), strict=True)
+    return [(before, False), (after, True)]
 
 
 def attend_with_scores(

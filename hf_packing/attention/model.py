@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.checks import refuse_older
@@ -219,7 +219,7 @@ def weights_location(model: nn.Module) -> str:
     for module in model.modules():
         if is_fsdp(module):
             return "sharded over processes"
-        for parameter in filter(torch.is_tensor, module._parameters.values()):
+        for parameter in module.parameters(recurse=False):
             if hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor":
                 return "sharded over processes"
             if parameter.is_meta and not hasattr(module, "_hf_hook"):
@@ -234,7 +234,7 @@ def has_local_weights(model: nn.Module) -> bool:
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
+    return isinstance(module, (FSDPModule, FullyShardedDataParallel))
 
 
 def shard_again(model: nn.Module) -> None:
