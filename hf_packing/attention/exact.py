@@ -128,12 +128,12 @@ def _plan(
     keys: list[tuple[int, int]] = []
     for run in runs:
         near = window or run.keys
-        step = _LONGEST_MASKED if needs_mask(run) else run.length
-        for first in range(0, run.length, step):
-            last = min(first + step, run.length)
-            low = max(run.before + first - near + 1, 0)
-            high = run.before + last if is_causal else min(run.before + last + near - 1, run.keys)
-            parts.append(Run(last - first, high - low, run.before + first - low))
+        step, end = _LONGEST_MASKED if needs_mask(run) else run.length, run.before + run.length
+        for first in range(run.before, end, step):
+            last = min(first + step, end)
+            low = max(first - near + 1, 0)
+            high = last if is_causal else min(last + near - 1, run.keys)
+            parts.append(Run(last - first, high - low, first - low))
             keys.append((begin + low, high - low))
         begin += run.keys
     calls: dict[Run, list[int]] = defaultdict(list)

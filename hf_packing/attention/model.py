@@ -96,8 +96,9 @@ def tower_configurations(model: PreTrainedModel) -> set[int]:
     if not sees_media(model):
         return set()
     embedding = embedding_of(model).weight
-    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
-    towers = [each for each in inner if embedding not in {*each.parameters()}]
+    towers = [
+        each for each in model.modules() if isinstance(each, PreTrainedModel) and embedding not in {*each.parameters()}
+    ]
     inside = {module for tower in towers for module in tower.modules()}
     shared = {id(getattr(module, "config", None)) for module in model.modules() if module not in inside}
     return {id(config) for tower in towers for config in configurations(tower)} - shared
@@ -247,8 +248,10 @@ def shard_again(model: nn.Module) -> None:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile has compiled a model, or a module of the model."""
-    kinds = ((type(module).__name__, module._compiled_call_impl) for module in model.modules())
-    return any(name == "OptimizedModule" or compiled is not None for name, compiled in kinds)
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
