@@ -315,15 +315,14 @@ class PatchedForward(ReplacedForward):
         transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
         by the current layout, so a mask need not do this."""
         patch, before = self.patch, masking_utils.find_packed_sequence_indices
-        was_running, patch.is_running = patch.is_running, True
-        hid_mask, patch.hides_mask = patch.hides_mask, hides_mask
+        was_running, patch.is_running, patch.hides_mask = patch.is_running, True, hides_mask
         masking_utils.find_packed_sequence_indices = _find_unknown_borders
         models = *running.get(), id(self.model)
         try:
             with within(running, models), within(current_layout, layout), within(current_rows, rows):
                 yield
         finally:
-            patch.is_running, patch.hides_mask = was_running, hid_mask
+            patch.is_running, patch.hides_mask = was_running, False  # a forward that hides it starts no other one
             masking_utils.find_packed_sequence_indices = before
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
