@@ -72,7 +72,7 @@ def attend_exactly(
     if plan.places is not None:
         key, value = gather_tokens(key, plan.places), gather_tokens(value, plan.places)
     parts = torch.split(query, plan.lengths, dim=2), _slices(key, plan.keys), _slices(value, plan.keys)
-    outputs: list[Tensor] = [query] * len(plan.lengths)
+    outputs = [query] * len(plan.lengths)
     for runs, before, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
         if joins and before:
@@ -124,8 +124,7 @@ def _plan(
 
     runs, places = runs_of(layout, is_causal, window, chunk)
     begin = 0
-    parts: list[Run] = []
-    keys: list[tuple[int, int]] = []
+    parts, keys = [], []
     for run in runs:
         near = window or run.keys
         step, end = _LONGEST_MASKED if needs_mask(run) else run.length, run.before + run.length
@@ -136,7 +135,7 @@ def _plan(
             parts.append(Run(last - first, high - low, first - low))
             keys.append((begin + low, high - low))
         begin += run.keys
-    calls: dict[Run, list[int]] = defaultdict(list)
+    calls = defaultdict(list)
     for number, part in enumerate(parts):
         calls[part].append(number)
     masks = _masks([*filter(needs_mask, calls)], is_causal, window, device, dtype)

@@ -74,7 +74,7 @@ def _check_peft_method(peft_model: Any) -> None:
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configurations of a model and of its modules, including nested configurations, without duplicates."""
-    found: dict[int, PreTrainedConfig] = {}
+    found = {}
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop()

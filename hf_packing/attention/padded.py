@@ -400,7 +400,7 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
         for length in sorted({*rows.lengths} - {0})
     ]
     places = [group._places.view(-1, max(group.lengths)) for group in groups]
-    found: list[dict[Path, Any]] = []
+    found = []
     for each in places:
         given = rows.take(dict(inputs), each)
         try:
@@ -419,7 +419,7 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
     def join(path: Path, leaf: Tensor) -> Any:
         if not leaf.is_floating_point():
             return leaf
-        parts: list[Tensor] = [each[path] for each in found]
+        parts = [each[path] for each in found]
         # of a single group, the second size may also be that of a pooled state
         is_of_tokens = len(parts) > 1 and all(
             part.shape[:2] == each.shape for part, each in zip(parts, places, strict=True)

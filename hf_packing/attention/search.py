@@ -214,7 +214,7 @@ def modules_alike(model: nn.Module) -> list[list[str]]:
     inner modules, and have the same hooks, and tensors of the same shapes and equal settings as attributes. If they
     store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
     """
-    groups: dict[Any, list[str]] = defaultdict(list)
+    groups = defaultdict(list)
     settings = [value for config in configurations(model) for value in vars(config).values()]
     for name, module in model.named_modules():
         own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
@@ -417,9 +417,9 @@ class _Call:
         )
 
         def may_share(slices: Sequence[Place]) -> bool:
-            each, device = range(len(slices)), row.cu_seq_lens.device
-            one_by_one = [SharedCall.of([at], slices, device) for at in each]
-            together = [SharedCall.of([*each], slices, device)]
+            numbers, device = [*range(len(slices))], row.cu_seq_lens.device
+            one_by_one = [SharedCall.of([number], slices, device) for number in numbers]
+            together = [SharedCall.of(numbers, slices, device)]
             runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
             with suppress(Exception):  # the module does not support batches of segments
                 alone, *shared = (

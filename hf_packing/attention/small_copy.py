@@ -140,7 +140,7 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
 
 def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the settings of a configuration as a dictionary, in which large sizes are replaced by small sizes."""
-    before: dict[str, Any] = config.to_dict()
+    before = config.to_dict()
     settings = dict(before)
     for name, value in before.items():
         if isinstance(value, dict) and all(type(each) is int for each in value.values()):

@@ -249,7 +249,7 @@ def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes
             return last
         if not isinstance(last, Tensor):
             return sum(sum(lengths) for _, lengths, _ in calls)
-        pieces: dict[int, Tensor] = {}
+        pieces = {}
         for (numbers, lengths, _), output in zip(calls, outputs, strict=True):
             if len(lengths) > 1 and (along[0] == 0 or len(output[path]) % len(lengths)):
                 raise PackingError(
