@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_layers, runs_of
 from hf_packing.attention.token_axes import cat
+from hf_packing.batch.segments import lengths_between
 from hf_packing.errors import PackingError
 
 
@@ -332,7 +332,7 @@ def _attend_between(
 def _layout_between(borders: tuple[int, ...]) -> Layout:
     """Return the layout of the segments between borders, without those that are empty. The layers of a model share
     it."""
-    return Layout.of([end - begin for begin, end in pairwise(borders) if end > begin])
+    return Layout.of(lengths_between(borders))
 
 
 @_attend.register_fake
