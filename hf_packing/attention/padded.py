@@ -431,10 +431,10 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
                     f"its backbone computes a tensor of shape {list(part.shape)} from all rows of a batch, and would "
                     "run on the rows of each length separately"
                 )
-            if part.ndim == 2 and is_of_tokens:
-                whole.append(group.put_back(part[..., None])[..., 0])
+            if is_of_tokens or (part.ndim > 2 and part.shape[1] == each.shape[1]):
+                whole.append(group.spread(part.flatten(0, 1)))
                 continue
-            if part.ndim > 2 and part.shape[1] != each.shape[1]:  # tokens that were pooled, as in Funnel
+            if part.ndim > 2:  # tokens that were pooled, as in Funnel
                 part = F.pad(part, (*[0, 0] * (part.ndim - 2), 0, rows.shape[1] - part.shape[1]))
             whole.append(group.put_back(part))
         return sum(whole)  # each has zeros in the rows of the others

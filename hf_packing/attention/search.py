@@ -131,8 +131,7 @@ class Search:
         has_layers = any(isinstance(each, nn.ModuleList) for each in inner)  # which are classified themselves
         if has_layers and not self.thorough and 2 * len(inner) > len(self._names):
             return  # the proof itself tests nothing else than a stack of all layers
-        outputs = [leaf for _, leaf, _ in plan.outputs.found_in(call.output)]
-        if not plan.inputs.found_in(call.inputs) or not tensors_in(outputs):
+        if not plan.inputs.found_in(call.inputs) or not tensors_in(plan.outputs.found_in(call.output)):
             return
         try:
             plan.is_stateful = True  # a module may remember far positions
