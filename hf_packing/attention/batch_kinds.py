@@ -105,7 +105,7 @@ def examined_padded_rows(runner: Runner, seed: int = 0) -> PaddedCase:
     Raises:
         ModelNotSupportedError: the model takes no rows of tokens.
     """
-    failures: list[NotCallableError] = []
+    failures = []
     for has_choices, with_end in product((False, True), ((0, 2), (0, 1, 2), ())):
         case = PaddedCase(runner, seed, with_end, has_choices)
         try:

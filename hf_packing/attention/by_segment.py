@@ -226,7 +226,7 @@ class SegmentedForward(ReplacedForward):
     def with_ahead(self, inputs: Given) -> tuple[Any, Any, dict[str, Tensor]]:
         """Run the inner modules in `plan.ahead` on the whole row, and return the arguments of the module with their
         outputs by module name."""
-        known: dict[Path | str, Any] = dict(leaves(inputs)) if self.plan.ahead else {}
+        known: dict[Path | str, Any] = dict(leaves(inputs))
         for name, source in self.plan.ahead.items():
             if isinstance(given := known.get(source), Tensor):  # none if the caller passed embeddings, not tokens
                 known[name] = self.module.get_submodule(name)(given)
@@ -286,8 +286,7 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
         model: the patched model, sharded or not.
         plans: a `ModulePlan` for each module that runs segment by segment.
     """
-    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not is_running or torch.distributed.get_world_size() < 2:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() < 2:
         return
     for plan in plans:
         outer = [module for name, module in model.named_modules() if not name or is_inside(plan.name, name)]
@@ -312,9 +311,9 @@ class RowsInBackbone(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output, layout = self.forward(*args, **kwargs), current_layout.get()
-        if not self.installed or layout is None or not layout.is_unpadded:
-            return output
-        return into_rows(output, layout)
+        if self.installed and layout is not None and layout.is_unpadded:
+            return into_rows(output, layout)
+        return output
 
 
 def into_rows(value: Any, layout: Layout) -> Any:

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_layers, runs_of
 from hf_packing.attention.token_axes import cat
+from hf_packing.batch.segments import lengths_between
 from hf_packing.errors import PackingError
 
 
@@ -72,7 +72,7 @@ def attend_exactly(
     if plan.places is not None:
         key, value = gather_tokens(key, plan.places), gather_tokens(value, plan.places)
     parts = torch.split(query, plan.lengths, dim=2), _slices(key, plan.keys), _slices(value, plan.keys)
-    outputs: list[Tensor] = [query] * len(plan.lengths)
+    outputs = [query] * len(plan.lengths)
     for runs, before, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
         if joins and before:
@@ -124,19 +124,18 @@ def _plan(
 
     runs, places = runs_of(layout, is_causal, window, chunk)
     begin = 0
-    parts: list[Run] = []
-    keys: list[tuple[int, int]] = []
+    parts, keys = [], []
     for run in runs:
         near = window or run.keys
-        step = _LONGEST_MASKED if needs_mask(run) else run.length
-        for first in range(0, run.length, step):
-            last = min(first + step, run.length)
-            low = max(run.before + first - near + 1, 0)
-            high = run.before + last if is_causal else min(run.before + last + near - 1, run.keys)
-            parts.append(Run(last - first, high - low, run.before + first - low))
+        step, end = _LONGEST_MASKED if needs_mask(run) else run.length, run.before + run.length
+        for first in range(run.before, end, step):
+            last = min(first + step, end)
+            low = max(first - near + 1, 0)
+            high = last if is_causal else min(last + near - 1, run.keys)
+            parts.append(Run(last - first, high - low, first - low))
             keys.append((begin + low, high - low))
         begin += run.keys
-    calls: dict[Run, list[int]] = defaultdict(list)
+    calls = defaultdict(list)
     for number, part in enumerate(parts):
         calls[part].append(number)
     masks = _masks([*filter(needs_mask, calls)], is_causal, window, device, dtype)
@@ -216,12 +215,11 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 """The kernel behind torch's attention on CPUs, which also returns the log of the sum of exponentials of the scores."""
 
 
-def _around(key: Tensor, value: Tensor, place: int) -> list[tuple[list[Tensor], bool]]:
+def _around(key: Tensor, value: Tensor, place: int) -> list[tuple[tuple[Tensor, ...], bool]]:
     """Return the keys and values before a place, and after it, and whether tokens from the place on see only earlier
     ones of these."""
-    sizes = [place, key.shape[2] - place]
-    before, after = zip(*(torch.split(each, sizes, dim=2) for each in (key, value)), strict=True)
-    return [([*before], False), ([*after], True)]
+    before, after = zip(*(torch.tensor_split(each, [place], dim=2) for each in (key, value)), strict=True)
+    return [(before, False), (after, True)]
 
 
 def attend_with_scores(
@@ -334,7 +332,7 @@ def _attend_between(
 def _layout_between(borders: tuple[int, ...]) -> Layout:
     """Return the layout of the segments between borders, without those that are empty. The layers of a model share
     it."""
-    return Layout.of([end - begin for begin, end in pairwise(borders) if end > begin])
+    return Layout.of(lengths_between(borders))
 
 
 @_attend.register_fake

@@ -80,9 +80,8 @@ def attend_with_flex(
     output = attend(q, k, v, options)
     if sinks is not None:
         output, aux = output
-        log_sum_exp = aux.lse
         # a sink is one more score in the softmax, which leaves this share to the tokens
-        share = torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype).view(1, -1, 1))
+        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(1, -1, 1))
         output = (output * share[..., None]).to(output.dtype)
     attended: Tensor = output[..., :value_dim]
     return attended
@@ -155,8 +154,8 @@ def row_mask(
     segment = torch.searchsorted(cu_seq_lens, place, right=True) - 1
     first, last = cu_seq_lens[segment], cu_seq_lens[segment + 1] - 1
     if chunk is not None:
-        begin = place - (place - first) % chunk
-        first, last = begin, torch.minimum(last, begin + (chunk - 1))
+        first = place - (place - first) % chunk
+        last = torch.minimum(last, first + (chunk - 1))
     if window is not None:
         first, last = torch.maximum(first, place - (window - 1)), torch.minimum(last, place + (window - 1))
     last_key, first_query = (place, place) if is_causal else (last, first)
@@ -242,7 +241,7 @@ def _blocks_between(first: Tensor, last: Tensor, tokens: int) -> Iterable[Tensor
     skipped = torch.where(number[None] >= (begin_full - begin)[:, None], full[:, None], 0)
     indices = (begin[:, None] + number + skipped).clamp(max=blocks - 1)
     full_indices = (begin_full[:, None] + number).clamp(max=blocks - 1)
-    return [each.to(torch.int32) for each in (end - begin - full, indices, full, full_indices)]
+    return end - begin - full, indices, full, full_indices
 
 
 def _visible_blocks(depths: IntArray, first: IntArray, ends: IntArray) -> tuple[BoolArray, BoolArray]:

@@ -246,22 +246,22 @@ class PatchedForward(ReplacedForward):
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
-        mask, is_real = self._mask_for_routers(inputs, layout), None
-        if layout.fillers and self.module is not self.model:
-            is_real = inputs[SEQ_IDX][0] != PADDING_SEGMENT
-        inputs = self._prepare(inputs, layout) | mask
+        mask = self._mask_for_routers(inputs, layout)
+        given = self._prepare(inputs, layout) | mask
         with self._running(layout, None, hides_mask=bool(mask)):
             # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
             forward = torch.compiler.disable(self.forward) if layout.has_prefixes else self.forward  # type: ignore[no-untyped-call]
-            output = forward(**inputs)
+            output = forward(**given)
         if layout.fillers and not mask and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
                 f"aux_loss: expected none with batches that are filled up, since {type(self.model).__name__} would "
                 "also compute the loss of its routers for the filled tokens; pass output_router_logits=False, or "
                 "batches without tokens and align_tokens"
             )
-        if is_real is not None and getattr(output, "router_logits", None) is not None:
-            # an inner model called alone, as by the head of SFTTrainer, which computes the loss of routers itself
+        is_inner = self.module is not self.model
+        if layout.fillers and is_inner and getattr(output, "router_logits", None) is not None:
+            # called alone, as by the head of SFTTrainer, which computes the loss of routers itself
+            is_real = inputs[SEQ_IDX][0] != PADDING_SEGMENT
             output.router_logits = tuple(each[is_real.to(each.device)] for each in output.router_logits)
         return output
 
@@ -315,15 +315,14 @@ class PatchedForward(ReplacedForward):
         transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
         by the current layout, so a mask need not do this."""
         patch, before = self.patch, masking_utils.find_packed_sequence_indices
-        was_running, patch.is_running = patch.is_running, True
-        hid_mask, patch.hides_mask = patch.hides_mask, hides_mask
+        was_running, patch.is_running, patch.hides_mask = patch.is_running, True, hides_mask
         masking_utils.find_packed_sequence_indices = _find_unknown_borders
         models = *running.get(), id(self.model)
         try:
             with within(running, models), within(current_layout, layout), within(current_rows, rows):
                 yield
         finally:
-            patch.is_running, patch.hides_mask = was_running, hid_mask
+            patch.is_running, patch.hides_mask = was_running, False  # a forward that hides it starts no other one
             masking_utils.find_packed_sequence_indices = before
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -379,7 +378,7 @@ class PatchedForward(ReplacedForward):
         if known is not None and self.patch.trusts_collator:
             return known
         layout = read_layout(inputs, self.module.training)
-        if layout.has_branches and not self.patch.facts.takes_trees:
+        if layout.has_branches and not facts.takes_trees:
             raise PackingError(
                 f"{PARENTS}: expected packed rows, since it is not proven that {type(self.model).__name__} runs rows "
                 "of trees; call patch_model(model, trees=True) before training"
@@ -431,7 +430,7 @@ class PatchedForward(ReplacedForward):
     def _prepare(self, inputs: Arguments, layout: Layout) -> Arguments:
         """Return the keyword arguments for the model's own forward on a single row."""
         facts, ids = self.patch.facts, inputs.get("input_ids")
-        if (refused := facts.refused_token) is not None and ids is not None and bool((ids == refused).any()):
+        if (refused := facts.refused_token) is not None and ids is not None and (ids == refused).any():
             raise PackingError(
                 f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
                 "even inside a document; remove the pad tokens from the documents before packing"
@@ -493,10 +492,10 @@ def needs_cache(inputs: Inputs, training: bool) -> bool:
 def begins_text(model: PreTrainedModel, inputs: Inputs, layout: Layout) -> bool:
     """Return whether a call without padding, in evaluation mode, may be the first one of a loop that generates text:
     whether the model returns a cache by its configuration, and every row is a document, with no borders beside it."""
-    given = {name for name, value in inputs.items() if value is not None}
-    is_packed = len(layout.lengths) > tokens_of(inputs).shape[:-1].numel()
-    returns_cache = getattr(model.config.get_text_config(), "use_cache", False) and "use_cache" not in given
-    return bool(returns_cache and not is_packed and given.isdisjoint((*BORDER_ARGUMENTS, PARENTS)))
+    if any(inputs.get(name) is not None for name in ("use_cache", *BORDER_ARGUMENTS, PARENTS)):
+        return False
+    returns_cache = getattr(model.config.get_text_config(), "use_cache", False)
+    return bool(returns_cache) and len(layout.lengths) <= tokens_of(inputs).shape[:-1].numel()
 
 
 _FEWEST = 3
@@ -620,7 +619,7 @@ def unpatched_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
 
 def backbones_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the inner models that PEFT or other libraries may call directly, the innermost first."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = model.get_decoder()
     is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
     return [*([decoder] if is_model else []), model.base_model]
 

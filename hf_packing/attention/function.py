@@ -94,14 +94,14 @@ def packed_varlen(
         PackingError: an argument is not supported, or no patched model runs that knows the borders.
     """
     rows, heads, tokens, _ = query.shape
+    where = type(module).__name__
     row: Layout | TracedRow
     if not torch.compiler.is_compiling():
-        row = _current_row(module, rows * tokens)
+        row = _current_row(where, rows * tokens)
     elif cu_seq_lens_q is None or max_length_q is None:  # the graph breaks here
-        row = _uncompiled_row(module, rows * tokens)
+        row = _uncompiled_row(where, rows * tokens)
     else:
         row = TracedRow(cu_seq_lens_q, max_length_q)
-    where = type(module).__name__
     if isinstance(attention_mask, Tensor):
         raise PackingError(
             f"attention_mask: packed_varlen takes no mask, but {where} passed a mask of shape "
@@ -131,44 +131,43 @@ def packed_varlen(
         "sinks": s_aux,
         "dropout": dropout,
     }
-    asked: dict[str, Any] = {}
+    asked = options
     if isinstance(row, SplitLayout):
         exchange = exchange_of(row, is_causal, local.window, local.chunk)
         k, v = torch.split(exchange(torch.cat([k, v], dim=3), axis=2), [k.shape[3], v.shape[3]], dim=3)
-        asked = {"row on several ranks": True, "window on both sides": not is_causal and local.window}
-    kernel = choose(module, q, v, row, options | asked)
+        asked = options | {"row on several ranks": True, "window on both sides": not is_causal and local.window}
+    kernel = choose(module, q, v, row, asked)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     exactly: Any = attend_exactly_compiled if isinstance(row, TracedRow) else attend_exactly
     attended = (exactly if kernel is None else kernel.attend)(q, k, v, row, **options)
     return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
 
 
-def _current_row(module: torch.nn.Module, tokens: int) -> Layout:
-    """Return the layout that the patched model currently processes."""
+def _current_row(where: str, tokens: int) -> Layout:
+    """Return the layout that the patched model currently processes, in an attention layer of the class `where`."""
     layout = current_layout.get()
     if layout is None:
         raise PackingError(
-            f"{type(module).__name__}: expected a call within the forward of a patched model, which knows the borders "
+            f"{where}: expected a call within the forward of a patched model, which knows the borders "
             "between documents. If this model is not patched, its configuration is that of a patched model: build each "
             "model from its own copy.deepcopy(config), made before patch_model, or call "
             "model.set_attn_implementation('sdpa')"
         )
     if (known := layout.rows * layout.tokens) != tokens:
         raise PackingError(
-            f"{type(module).__name__}: expected the {known} tokens of the row that the model "
-            f"currently processes, got {tokens} tokens"
+            f"{where}: expected the {known} tokens of the row that the model currently processes, got {tokens} tokens"
         )
     return layout
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled_row(module: torch.nn.Module, tokens: int) -> TracedRow:
+def _uncompiled_row(where: str, tokens: int) -> TracedRow:
     """Return the row that the patched model currently processes, in uncompiled code."""
-    layout = _current_row(module, tokens)
+    layout = _current_row(where, tokens)
     if layout.has_prefixes:
         raise PackingError(
-            f"{type(module).__name__}: expected rows of trees, and rows on several ranks, in uncompiled code, but "
-            "torch.compile has compiled this module by itself; compile the whole model, which runs them uncompiled"
+            f"{where}: expected rows of trees, and rows on several ranks, in uncompiled code, but torch.compile has "
+            "compiled this module by itself; compile the whole model, which runs them uncompiled"
         )
     return TracedRow(layout.cu_seq_lens, layout.max_length)
 
@@ -207,12 +206,11 @@ _PLAIN_CODE, _LOCAL_CODE = ({each.__code__ for each in known} for known in (_PLA
 def _unknown_mask(function: Any, is_local: bool) -> str:
     """Return the name of a mask function that borders, a window and chunks cannot replace; an empty string if there is
     none in `function`."""
+    inner, known = [function], _PLAIN_CODE
     if torch.compiler.is_compiling():  # which cannot look into functions, and adds borders of its own
-        inner, known = [function], _PLAIN_CODE | {_AND.__code__}
+        known = _PLAIN_CODE | {_AND.__code__}
     elif is_local and function.__code__ is _AND.__code__:
         inner, known = inspect.getclosurevars(function).nonlocals["mask_functions"], _LOCAL_CODE
-    else:
-        inner, known = [function], _PLAIN_CODE
     return next((each.__qualname__ for each in inner if each.__code__ not in known), "")
 
 

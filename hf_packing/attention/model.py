@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.checks import refuse_older
@@ -74,7 +74,7 @@ def _check_peft_method(peft_model: Any) -> None:
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configurations of a model and of its modules, including nested configurations, without duplicates."""
-    found: dict[int, PreTrainedConfig] = {}
+    found = {}
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop()
@@ -96,8 +96,9 @@ def tower_configurations(model: PreTrainedModel) -> set[int]:
     if not sees_media(model):
         return set()
     embedding = embedding_of(model).weight
-    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
-    towers = [each for each in inner if embedding not in {*each.parameters()}]
+    towers = [
+        each for each in model.modules() if isinstance(each, PreTrainedModel) and embedding not in {*each.parameters()}
+    ]
     inside = {module for tower in towers for module in tower.modules()}
     shared = {id(getattr(module, "config", None)) for module in model.modules() if module not in inside}
     return {id(config) for tower in towers for config in configurations(tower)} - shared
@@ -219,7 +220,7 @@ def weights_location(model: nn.Module) -> str:
     for module in model.modules():
         if is_fsdp(module):
             return "sharded over processes"
-        for parameter in filter(torch.is_tensor, module._parameters.values()):
+        for parameter in module.parameters(recurse=False):
             if hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor":
                 return "sharded over processes"
             if parameter.is_meta and not hasattr(module, "_hf_hook"):
@@ -234,7 +235,7 @@ def has_local_weights(model: nn.Module) -> bool:
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
+    return isinstance(module, (FSDPModule, FullyShardedDataParallel))
 
 
 def shard_again(model: nn.Module) -> None:
@@ -247,8 +248,10 @@ def shard_again(model: nn.Module) -> None:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile has compiled a model, or a module of the model."""
-    kinds = ((type(module).__name__, module._compiled_call_impl) for module in model.modules())
-    return any(name == "OptimizedModule" or compiled is not None for name, compiled in kinds)
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 def without_ddp(model: nn.Module) -> nn.Module:

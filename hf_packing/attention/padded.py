@@ -203,7 +203,7 @@ class PaddedRows:
 
 def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether an argument has position_ids of shape [axes, rows, tokens], as models that see images have."""
-    return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
+    return path[-1:] == ("position_ids",) and leaf.shape[1:] == shape
 
 
 current_rows: ContextVar[PaddedRows | None] = ContextVar("current_rows", default=None)
@@ -230,7 +230,7 @@ def read_padded_rows(inputs: Inputs, are_documents: bool = False) -> PaddedRows 
     mask, position_ids, tokens = inputs.get("attention_mask"), inputs.get("position_ids"), tokens_of(inputs)
     if mask is None and not are_documents:
         return None
-    real = np.ones((tokens.shape[:-1].numel(), tokens.shape[-1]), np.bool_) if mask is None else _real(mask, tokens)
+    real = np.ones(tokens.flatten(0, -2).shape, np.bool_) if mask is None else _real(mask, tokens)
     has_positions = isinstance(position_ids, Tensor) and position_ids.ndim == 2  # others are those of pictures
     borders = next((name for name in _BORDERS if inputs.get(name) is not None), None)
     if (has_positions or borders) and real.all() and not are_documents:
@@ -325,9 +325,12 @@ def media_of(inputs: Inputs) -> tuple[str, ...]:
     """Return the names of a model's arguments that have pictures or sound: floats that are neither embeddings, labels,
     numbers for whole rows, nor one number for each token."""
     shape = tokens_of(inputs).shape
-    floats = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.is_floating_point()}
-    has_places = [name for name, each in floats.items() if each.ndim > 1 and each.shape != shape]
-    return tuple(name for name in has_places if name not in ("inputs_embeds", "labels"))
+    return tuple(
+        name
+        for name, each in inputs.items()
+        if isinstance(each, Tensor) and each.is_floating_point() and name not in ("inputs_embeds", "labels")
+        if each.ndim > 1 and each.shape != shape
+    )
 
 
 def with_pad_tokens(model: PreTrainedModel, inputs: Arguments, rows: PaddedRows) -> Arguments:
@@ -397,11 +400,11 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
         for length in sorted({*rows.lengths} - {0})
     ]
     places = [group._places.view(-1, max(group.lengths)) for group in groups]
-    outputs = []
+    found = []
     for each in places:
         given = rows.take(dict(inputs), each)
         try:
-            outputs.append(_without_caches(forward(**given)))
+            output = forward(**given)
         except torch.OutOfMemoryError:  # says nothing about the module
             raise
         except (RuntimeError, ValueError, IndexError) as error:
@@ -409,12 +412,14 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
                 f"model: expected a backbone that runs on the rows of each length separately, but it fails on "
                 f"{len(each)} of {each.shape[1]} tokens: {error}. Train it on padded batches without hf_packing"
             ) from error
-    found = [dict(leaves(output)) for output in outputs]
+        if isinstance(output, ModelOutput):
+            output = type(output)(**{name: value for name, value in output.items() if name not in CACHES})
+        found.append(dict(leaves(output)))
 
     def join(path: Path, leaf: Tensor) -> Any:
         if not leaf.is_floating_point():
             return leaf
-        parts: list[Tensor] = [each[path] for each in found]
+        parts = [each[path] for each in found]
         # of a single group, the second size may also be that of a pooled state
         is_of_tokens = len(parts) > 1 and all(
             part.shape[:2] == each.shape for part, each in zip(parts, places, strict=True)
@@ -426,18 +431,12 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
                     f"its backbone computes a tensor of shape {list(part.shape)} from all rows of a batch, and would "
                     "run on the rows of each length separately"
                 )
-            if part.ndim == 2 and is_of_tokens:
-                whole.append(group.put_back(part[..., None])[..., 0])
+            if is_of_tokens or (part.ndim > 2 and part.shape[1] == each.shape[1]):
+                whole.append(group.spread(part.flatten(0, 1)))
                 continue
-            if part.ndim > 2 and part.shape[1] != each.shape[1]:  # tokens that were pooled, as in Funnel
+            if part.ndim > 2:  # tokens that were pooled, as in Funnel
                 part = F.pad(part, (*[0, 0] * (part.ndim - 2), 0, rows.shape[1] - part.shape[1]))
             whole.append(group.put_back(part))
         return sum(whole)  # each has zeros in the rows of the others
 
-    return map_tensors(outputs[-1], join)
-
-
-def _without_caches(output: Any) -> Any:
-    if not isinstance(output, ModelOutput):
-        return output
-    return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
+    return map_tensors(output, join)

@@ -214,9 +214,7 @@ _FEW_PARAMETERS = 5_000_000
 
 
 @torch.inference_mode(False)  # gradients are compared
-def patch_for_training(
-    model: nn.Module, accelerator: Accelerator, prove: ProveInTraining, ranks_per_row: int = 1
-) -> None:
+def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveInTraining, ranks_per_row: int) -> None:
     """Patch a model that a trainer or a training loop will train.
 
     Args:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.batch.segments import part_in
+from hf_packing.columns import rows_of
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.strategies.sequential import FixedLength
 
@@ -40,7 +42,7 @@ class IsolationReport:
     called on a packed row."""
     reason: str
     """A text with the observation on which `isolated` is based."""
-    max_gradient_leak: float = float("nan")
+    max_gradient_leak: float = nan
     """The largest gradient of one document's logits with respect to another document's embeddings, divided by the
     largest gradient with respect to the document's own embeddings; nan if gradients cannot be computed."""
     route: Route | None = None
@@ -152,8 +154,7 @@ def check_isolation(
     lengths = [length for row in range(rows) for length in lengths[row % 3 :] + lengths[: row % 3]]
 
     def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
-        packed = pack({"input_ids": documents})
-        return collate([dict(zip(packed, row, strict=True)) for row in zip(*packed.values(), strict=True)])
+        return collate(rows_of(pack({"input_ids": documents})))
 
     case = RowCase(Runner(model), lengths=lengths, make_batch=make_batch, seed=seed)
     case.wants_gradients, route = True, route_of(model)
@@ -183,7 +184,7 @@ def _check_rows(case: RowCase) -> IsolationReport:
         raise
     except Exception as error:  # custom model code may raise anything; the report contains the error
         reason = f"the model cannot be called on a packed row: {error}"
-        return IsolationReport(False, float("nan"), reason, route=route)
+        return IsolationReport(False, nan, reason, route=route)
     unproven = route.facts.unproven if route else ""
     if not proofs[0].problem:
         try:
@@ -225,7 +226,7 @@ def _check_trees(model: PreTrainedModel) -> IsolationReport:
     try:
         proofs, unproven = prove_trees(model)
     except ModelNotSupportedError as error:
-        return IsolationReport(False, float("nan"), str(error), route=route_of(model))
+        return IsolationReport(False, nan, str(error), route=route_of(model))
     return _report(
         model,
         proofs,

@@ -40,8 +40,8 @@ READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "
 Other arguments are never dropped."""
 
 
-_ONLY_READ = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS, "attention_mask")
-"""Arguments of the caller that the model's own forward does not get as they are."""
+_ONLY_READ = (*READ_ARGUMENTS, ENDS, TRAINED, TREE_LABELS)
+"""Arguments that the model's own forward does not get as the caller passes them."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,8 @@ class Method:
         Raises:
             PackingError: the method does not support the caller's position_ids.
         """
-        inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
-        inputs["use_cache"] = False
-        given = inputs.pop("position_ids", None)
+        given = inputs.get("position_ids")
+        inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ} | {"use_cache": False}
         if self.positions:
             inputs["position_ids"] = row.position_ids if given is None else given
         elif given is not None and not torch.equal(given, row.position_ids):

@@ -9,6 +9,7 @@ Others count tokens along the row.
 The price is about five calls of each module. Of modules that are built alike, as in a stack of layers, only one pays.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -130,10 +131,10 @@ class Search:
         has_layers = any(isinstance(each, nn.ModuleList) for each in inner)  # which are classified themselves
         if has_layers and not self.thorough and 2 * len(inner) > len(self._names):
             return  # the proof itself tests nothing else than a stack of all layers
-        outputs = [leaf for _, leaf, _ in plan.outputs.found_in(call.output)]
-        if not plan.inputs.found_in(call.inputs) or not tensors_in(outputs):
+        if not plan.inputs.found_in(call.inputs) or not tensors_in(plan.outputs.found_in(call.output)):
             return
         try:
+            plan.is_stateful = True  # a module may remember far positions
             depends_on_others = plan.is_stateful = call.depends_on_far_positions()
             with restored(*inner) as changed:
                 output = call.one_by_one()
@@ -212,7 +213,7 @@ def modules_alike(model: nn.Module) -> list[list[str]]:
     inner modules, and have the same hooks, and tensors of the same shapes and equal settings as attributes. If they
     store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
     """
-    groups: dict[Any, list[str]] = {}
+    groups = defaultdict(list)
     settings = [value for config in configurations(model) for value in vars(config).values()]
     for name, module in model.named_modules():
         own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
@@ -224,10 +225,9 @@ def modules_alike(model: nn.Module) -> list[list[str]]:
             if isinstance(each, (list, tuple)) and 0 <= number < len(each)
         ]
         others = module._parameters, module._buffers, module._forward_pre_hooks, module._forward_hooks
-        values = (value for each in (own, *others) for value in each.values())
-        described = map(_describe, (*values, of_layers))
+        described = (_describe(value) for each in (own, *others) for value in each.values())
         place = ("*" if part.isdigit() else part for part in name.split("."))
-        groups.setdefault((".".join(place), repr(module), module.training, *own, *described), []).append(name)
+        groups[*place, repr(module), module.training, repr(of_layers), *own, *described].append(name)
     return [*groups.values()]
 
 
@@ -361,8 +361,8 @@ class _Call:
                 far = self.whole()
             if self.differ(near, far):
                 return True
-        embeddings = {each for each in self.forward.module.modules() if isinstance(each, nn.Embedding)} - {embedding}
-        longest = max((each.num_embeddings for each in embeddings), default=0)
+        tables = (each for each in self.forward.module.modules() if isinstance(each, nn.Embedding))
+        longest = max((each.num_embeddings for each in tables if each is not embedding), default=0)
         if not tokens < longest <= _LONGEST_TABLE:
             return False
         times = longest // tokens + 1
@@ -388,21 +388,18 @@ class _Call:
         positions, moved = self.row.position_ids[0], []
 
         def move_last(_: Path, leaf: Tensor) -> Tensor:
-            if leaf.dtype not in (torch.int32, torch.int64) or leaf.shape[-1:] != positions.shape:
-                return leaf
-            if (leaf.reshape(-1, len(positions))[-1] != positions).any():
+            is_of_tokens = leaf.dtype in (torch.int32, torch.int64) and leaf.shape[-1:] == positions.shape
+            if not is_of_tokens or (leaf.reshape(-1, len(positions))[-1] != positions).any():
                 return leaf
             moved.append(leaf.clone())
             moved[-1][..., -1] = _FAR
             return moved[-1]
 
-        module, far = self.forward.module, map_tensors(self.inputs, move_last)
-        if not moved or [*module.parameters()]:
+        far = replace(self, inputs=map_tensors(self.inputs, move_last))
+        if not moved or [*self.forward.module.parameters()]:
             return False
-        stateful = SegmentedForward(module, replace(self.forward.plan, is_stateful=True))
-        moved_call = replace(self, forward=stateful, inputs=far)
         try:
-            return moved_call.differ(moved_call.whole(), moved_call.one_by_one())
+            return self.differ(far.whole(), far.one_by_one())
         except Exception:  # the module does not accept far positions, so far positions do not occur
             return False
 
@@ -419,9 +416,9 @@ class _Call:
         )
 
         def may_share(slices: Sequence[Place]) -> bool:
-            each, device = range(len(slices)), row.cu_seq_lens.device
-            one_by_one = [SharedCall.of([at], slices, device) for at in each]
-            together = [SharedCall.of([*each], slices, device)]
+            numbers, device = [*range(len(slices))], row.cu_seq_lens.device
+            one_by_one = [SharedCall.of([number], slices, device) for number in numbers]
+            together = [SharedCall.of(numbers, slices, device)]
             runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
             with suppress(Exception):  # the module does not support batches of segments
                 alone, *shared = (

@@ -140,10 +140,10 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
 
 def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the settings of a configuration as a dictionary, in which large sizes are replaced by small sizes."""
-    before: dict[str, Any] = config.to_dict()
+    before = config.to_dict()
     settings = dict(before)
     for name, value in before.items():
-        if isinstance(value, dict) and value and all(type(each) is int for each in value.values()):
+        if isinstance(value, dict) and all(type(each) is int for each in value.values()):
             settings[name] = {kind: min(each, _MOST_PER_KIND) for kind, each in value.items()}
         elif type(value) is int:
             most = _LARGEST_TOKEN if name.endswith("_token_id") else (SIZES | THRESHOLDS).get(name, value)

@@ -249,7 +249,7 @@ def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes
             return last
         if not isinstance(last, Tensor):
             return sum(sum(lengths) for _, lengths, _ in calls)
-        pieces: dict[int, Tensor] = {}
+        pieces = {}
         for (numbers, lengths, _), output in zip(calls, outputs, strict=True):
             if len(lengths) > 1 and (along[0] == 0 or len(output[path]) % len(lengths)):
                 raise PackingError(
@@ -257,9 +257,9 @@ def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes
                     f"size that {len(lengths)} divides, got shape {list(output[path].shape)}"
                 )
             for number, rows, length in zip(numbers, output[path].chunk(len(lengths)), lengths, strict=True):
-                pieces[number] = rows
                 for axis in along:
-                    pieces[number] = pieces[number].narrow(axis, 0, length)
+                    rows = rows.narrow(axis, 0, length)
+                pieces[number] = rows
         parts = [pieces[number] for number in sorted(pieces)]
         return cat(parts, along[0]) if len(along) == 1 else _block_diagonal(parts, *along)
 

@@ -87,7 +87,8 @@ class Tolerance(NamedTuple):
             rms = limit * HALF_RMS / HALF_MAX
             if float(apart.double().square().mean().sqrt()) <= rms:
                 return True
-            share, limit = (share, limit) if share else (_REROUTED_IN_HALF, rms)
+            if not share:
+                share, limit = _REROUTED_IN_HALF, rms
         return self.has_experts and float((~(apart <= limit)).double().mean()) <= share
 
 
