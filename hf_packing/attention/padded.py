@@ -410,7 +410,7 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
         except (RuntimeError, ValueError, IndexError) as error:
             raise ModelNotSupportedError(
                 f"model: expected a backbone that runs on the rows of each length separately, but it fails on "
-                f"{len(each)} of {each.shape[1]} tokens: {error}. Train it on padded batches without hf_packing"
+                f"{len(each)} rows of {each.shape[1]} tokens: {error}. Train it on padded batches without hf_packing"
             ) from error
         if isinstance(output, ModelOutput):
             output = type(output)(**{name: value for name, value in output.items() if name not in CACHES})

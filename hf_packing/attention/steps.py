@@ -119,7 +119,7 @@ class StepRunner:
         Args:
             compute: returns the loss, a scalar.
             unpatched: whether models run as before they were patched.
-            noisy: whether the embedded tokens of the trained model are changed by rounding errors.
+            noisy: whether models round in other ways, as `_noisy` and another attention function make them do.
         """
         with ExitStack() as stack:
             for runner in self.runners if unpatched else ():
