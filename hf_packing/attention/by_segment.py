@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, within
-from hf_packing.attention.model import GATHERED, Arguments, is_fsdp
+from hf_packing.attention.model import GATHERED, Arguments, failing_on, is_fsdp
 from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.split_row import SplitLayout, exchange_of, gather_inputs
@@ -181,7 +181,8 @@ class SegmentedForward(ReplacedForward):
         if plan.outputs.row_length is not None:
             plan.outputs.found_in(self.forward(*args, **kwargs))
         plan.inputs.check_row(inputs, row.tokens)
-        return self.run_paths(inputs, row, plan.sharing)
+        with failing_on(f"each document alone, of {min(row.lengths)} to {max(row.lengths)} tokens"):
+            return self.run_paths(inputs, row, plan.sharing)
 
     def run_paths(self, inputs: Given, row: Layout, sharing: Sharing) -> Any:
         """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.

@@ -5,8 +5,8 @@ embedding, the place where the weights are stored, and modules that are built al
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -262,3 +262,21 @@ def without_ddp(model: nn.Module) -> nn.Module:
     inner: Any = getattr(model, "module", None)
     is_wrapper = not isinstance(model, PreTrainedModel) and not is_fsdp(model) and isinstance(inner, nn.Module)
     return without_ddp(inner) if is_wrapper else model
+
+
+@contextmanager
+def failing_on(part: str) -> Iterator[None]:
+    """Context manager: if a module that gets a part of the batch at a time fails, the error says on which part.
+
+    Raises:
+        ModelNotSupportedError: the module has failed.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, PackingError):  # these say nothing about the part
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ModelNotSupportedError(
+            f"model: expected modules that can run on {part}, but one fails: {error}. Train the model on padded "
+            "batches without hf_packing"
+        ) from error

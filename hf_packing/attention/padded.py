@@ -24,7 +24,7 @@ from hf_packing.attention.layout import (
     refuse_earlier_tokens,
     tokens_of,
 )
-from hf_packing.attention.model import Arguments, Inputs, pad_token_of
+from hf_packing.attention.model import Arguments, Inputs, failing_on, pad_token_of
 from hf_packing.attention.token_axes import Path, leaves, map_tensors
 from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -403,15 +403,8 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
     found = []
     for each in places:
         given = rows.take(dict(inputs), each)
-        try:
+        with failing_on(f"the rows of each length separately, {len(each)} rows of {each.shape[1]} tokens"):
             output = forward(**given)
-        except torch.OutOfMemoryError:  # says nothing about the module
-            raise
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise ModelNotSupportedError(
-                f"model: expected a backbone that runs on the rows of each length separately, but it fails on "
-                f"{len(each)} rows of {each.shape[1]} tokens: {error}. Train it on padded batches without hf_packing"
-            ) from error
         if isinstance(output, ModelOutput):
             output = type(output)(**{name: value for name, value in output.items() if name not in CACHES})
         found.append(dict(leaves(output)))

@@ -71,8 +71,10 @@ class StepReport:
         losses = f"loss {self.loss:.6g} packed, {self.unpacked_loss:.6g} unpacked"
         if self.problem:
             return f"not the step that is made unpacked: on {where}, {self.problem}"
-        gradients = f"; gradients of {self.parameters} parameters equal to {self.difference:.0e}"
-        return f"{where}: {losses}{gradients if self.parameters else ''}"
+        how = f"equal to {self.difference:.0e}"
+        if self.difference > _CHAOS:
+            how = f"different by rounding alone, by up to {self.difference:.0e} of their size"
+        return f"{where}: {losses}{f'; gradients of {self.parameters} parameters {how}' if self.parameters else ''}"
 
 
 class StepCase(ABC):

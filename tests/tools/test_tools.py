@@ -511,9 +511,16 @@ def test_steps_are_proven(job, note):
         (
             StepJob("question answering", "umt5", "float32", "own"),
             "refused",
-            "ModelNotSupportedError: model: expected a backbone that runs on the rows of each length separately, but "
-            "it fails on 1 rows of 4 tokens: Expected input batch_size (1) to match target batch_size (8).. Train it "
-            "on padded batches without hf_packing",
+            "ModelNotSupportedError: model: expected modules that can run on the rows of each length separately, 1 "
+            "rows of 4 tokens, but one fails: Expected input batch_size (1) to match target batch_size (8).. Train "
+            "the model on padded batches without hf_packing",
+        ),
+        (
+            StepJob("masked", "funnel", "float32"),
+            "refused",
+            "ModelNotSupportedError: model: expected modules that can run on each document alone, of 4 to 13 tokens, "
+            "but one fails: output with shape [1, 4, 2, 1] doesn't match the broadcast shape [1, 4, 2, 2]. Train the "
+            "model on padded batches without hf_packing",
         ),
         (
             StepJob("masked", "bart", "float32"),
