@@ -64,7 +64,8 @@ class StepReport:
 
     @property
     def same(self) -> bool:
-        return not self.problem
+        """Whether the steps were compared, and do not differ."""
+        return self.compared and not self.problem
 
     def __str__(self) -> str:
         where = f"{self.documents} documents of {self.tokens:,} tokens in all{self.note}"
@@ -211,10 +212,10 @@ class _Steps(NamedTuple):
 
 
 def _padding_is_neutral(case: StepCase, of: Any) -> bool:
-    """Return whether the unpacked step is the same with more padding."""
-    runs = ((0, False), (0, True), (_MORE_PADDING, False))
-    step, noisy, more = (case.runner.run(case.unpacked(of, each), unpatched=True, noisy=noise) for each, noise in runs)
-    return not on_any_rank(compare(more, step, case.runner.dtype, noisy).found)
+    """Return whether the unpacked step is the same with more padding, but for little more than rounding: what is not
+    neutral may be as small in these few tokens as a large effect of rounding."""
+    step, more = (case.runner.run(case.unpacked(of, each), unpatched=True) for each in (0, _MORE_PADDING))
+    return not on_any_rank(compare(more, step, case.runner.dtype).found)
 
 
 _MIXED = 1e-2

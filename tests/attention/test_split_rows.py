@@ -48,7 +48,7 @@ CASES = {
     "bert": ("bert", "masked", {}),
     "modernbert, windows": ("modernbert", "masked", {"local_attention": 8}),
 }
-FAST = ["llama", "llama, checkpointing", "mamba"]
+FAST = ["llama, checkpointing", "mamba"]
 ROWS = {
     "odd lengths, one-token documents": ([7, 1, 13, 9, 1, 6], None),
     "a document over all ranks": ([1, 29, 3], None),
