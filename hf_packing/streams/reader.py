@@ -1,14 +1,15 @@
 """Open a stream of documents, read about as many tokens as wanted, and know the place in the stream.
 
-A shard of a stream is a file or a row group of a parquet file. A share is a list of parts of shards. A part is a whole
-shard, or the documents of a shard whose number, modulo a fixed number, is in a range. So shards of any number and any
-sizes can be divided into any number of shares, and nobody has to know how many documents a shard has.
+A shard of a stream is a file or a row group of a parquet file. A share is a list of parts of shards. Shares that divide
+a shard take its documents in turns, as often as their parts are large. So shards of any number and any sizes can be
+divided into any number of shares, and nobody has to know how many documents a shard has.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import datasets
@@ -32,17 +33,18 @@ from hf_packing.streams import upstream
 
 _EXAMPLES_AT_ONCE = 64
 """Examples that come one by one are made into tables of so many, so that a resumed stream reads few of them twice."""
-_FINENESS = 16
-"""A shard has this many parts for each share, so that a part is a small piece of a share."""
+_FINENESS = 64
+"""A shard is divided into this many pieces for each share, so that a piece is small."""
 
 
 class Part(NamedTuple):
-    """The documents of a shard whose number, modulo `of`, is at least `first` and below `end`."""
+    """The documents of a shard that one of several shares takes in turns."""
 
     shard: int
-    first: int
-    end: int
-    of: int
+    number: int
+    """Which of the shares it is."""
+    pieces: tuple[int, ...]
+    """The pieces of the shard that each of these shares has."""
 
 
 Share = tuple[Part, ...]
@@ -59,20 +61,42 @@ def equal_shares(sizes: Sequence[float], shares: int) -> list[Share]:
         shares: the number of shares.
 
     Example:
-        >>> [[tuple(part) for part in share] for share in equal_shares([2, 1], 3)]
-        [[(0, 0, 24, 48)], [(0, 24, 48, 48)], [(1, 0, 48, 48)]]
+        >>> [[tuple(part) for part in share] for share in equal_shares([2, 1], 2)]
+        [[(0, 0, (3, 1))], [(0, 1, (3, 1)), (1, 0, (1,))]]
     """
     of = _FINENESS * shares
     borders = np.concatenate([[0.0], np.cumsum(sizes)])
     targets = borders[-1] * np.arange(shares + 1) / shares
     cuts = np.interp(targets, borders, of * np.arange(len(borders))).round().astype(np.int64)
-    return [
-        tuple(
-            Part(shard, max(begin - shard * of, 0), min(end - shard * of, of), of)
-            for shard in range(begin // of, -(-end // of))
-        )
-        for begin, end in pairwise(cuts.tolist())
-    ]
+    divided: list[list[Part]] = [[] for _ in range(shares)]
+    for shard in range(len(sizes)):
+        pieces = np.diff(cuts.clip(shard * of, (shard + 1) * of))
+        having = pieces.nonzero()[0]
+        weights = tuple((pieces[having] // np.gcd.reduce(pieces)).tolist())
+        for number, share in enumerate(having.tolist()):
+            divided[share].append(Part(shard, number, weights))
+    return [tuple(share) for share in divided]
+
+
+@lru_cache(maxsize=64)
+def turns_of(weights: tuple[int, ...]) -> npt.NDArray[np.intp]:
+    """Return who takes each of sum(weights) documents, so that of the first n of them, every one has taken its weight's
+    share, rounded up or down.
+
+    The next one is whoever has the earliest deadline, among those whose share has not been reached. This is the quota
+    method (Balinski and Young, "The quota method of apportionment", 1975).
+
+    Example:
+        >>> turns_of((3, 1)).tolist()
+        [0, 0, 0, 1]
+    """
+    total, weight, taken = sum(weights), np.array(weights), np.zeros(len(weights), np.int64)
+    turns = np.zeros(total, np.intp)
+    for number in range(total):
+        deadline = -(-(taken + 1) * total // weight)
+        turns[number] = np.where(taken * total < weight * (number + 1), deadline, total + 1).argmin()
+        taken[turns[number]] += 1
+    return turns
 
 
 def sizes_of_shards(examples: upstream.Examples) -> list[float]:
@@ -196,8 +220,11 @@ class DocumentReader:
         for part in range(first_part, self._parts):
             shard = self._examples
             if self._share is not None:
-                number, begin, end, of = self._share[part]
-                shard = upstream.sharded(self._examples, upstream.num_shards(self._examples), number)
+                number, own, pieces = self._share[part]
+                shard, turns = (
+                    upstream.sharded(self._examples, upstream.num_shards(self._examples), number),
+                    turns_of(pieces),
+                )
             shard._init_state_dict()
             if state is not None:
                 shard.load_state_dict(state)
@@ -206,7 +233,7 @@ class DocumentReader:
                 numbers = np.arange(at_state, at_state + table.num_rows)
                 wanted = numbers >= first
                 if self._share is not None:
-                    wanted &= (numbers % of >= begin) & (numbers % of < end)
+                    wanted &= turns[numbers % len(turns)] == own
                 yield (part, before, at_state, first), numbers[wanted], _documents(table, wanted, self._schema)
                 before, at_state = shard.state_dict(), at_state + table.num_rows
             state, at_state, first = None, 0, 0

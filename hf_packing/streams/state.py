@@ -18,7 +18,7 @@ from hf_packing.streams.reader import fingerprint_of_files
 STATE = "packed"
 """The key of the tuple in the state of a stream."""
 
-_FORMAT = 6
+_FORMAT = 7
 """The version of the layout of saved states. A state of another version is refused."""
 
 

@@ -79,7 +79,7 @@ GRAPHS += [(each, FIXED) for each in ("mixtral", "gpt_oss", "llama4_text", "qwen
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
-@pytest.mark.parametrize(("architecture", "shapes"), fast_only(GRAPHS, ("mistral", {})))
+@pytest.mark.parametrize(("architecture", "shapes"), fast_only(GRAPHS))
 def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(architecture, shapes):
     """Masks with windows are made in the graph, too. Modules of Mamba that run by segment divide it into graphs; their
     number does not depend on its layers. Layers of different kinds that run the same code, such as those of Qwen3Next,

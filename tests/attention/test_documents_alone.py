@@ -77,10 +77,10 @@ CASES = [
     *((name, "a tree") for name in IN_TREES),
 ]
 FAST = [
-    *((name, "packed") for name in ("Llama", "GptOss", "alibi")),
-    *(("attention and a state", form) for form in ("packed", "a fixed shape")),
+    *((name, "packed") for name in ("GptOss", "alibi")),
+    ("attention and a state", "a fixed shape"),
     (("llama", TOKEN), "packed"),
-    *((name, "two packed rows") for name in ("Llama", "a state", "positions with an offset")),
+    *((name, "two packed rows") for name in ("Llama", "a state")),
     *((("bert", SEQUENCE), form) for form in ("left", "both")),
     *((name, "both") for name in (("gpt2", "causal"), ("albert", "backbone"))),
     *((name, "no padding") for name in ("Llama", ("bert", SEQUENCE))),

@@ -148,7 +148,7 @@ TAKE_MULTIPLES = {
 
 @pytest.mark.parametrize(
     ("name", "multiple", "in_forward"),
-    [("causal", 16, True), ("experts", 128, False), slow("masked", 32, True), slow("masked", 16, False)],
+    [("causal", 16, True), slow("experts", 128, False), slow("masked", 32, True), slow("masked", 16, False)],
 )
 def test_layers_that_take_only_multiples_are_proven_as_others(name, multiple, in_forward):
     make = TAKE_MULTIPLES[name]
@@ -170,6 +170,7 @@ def counted(hidden):
     return hidden + torch.arange(hidden.shape[1])[:, None] / 100
 
 
+@pytest.mark.slow
 def test_what_such_layers_do_not_hide():
     """An embedding by the place in the row changes no document if another one is replaced."""
     for leak, message in ((counted, "document's logits differ"), (MixesGradients(), "gradients of one document reach")):

@@ -272,7 +272,7 @@ def test_compiled_code_does_not_keep_a_kernel_that_has_failed():
 
 @pytest.mark.usefixtures("as_on_cuda", "on_cpu")
 @pytest.mark.parametrize("kernel", [stand_in("flash-attn 2", NEWEST), FlexKernel()])
-@pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2"], "Mistral"))
+@pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2"], "Llama"))
 def test_rows_of_trees_run_on_kernels(monkeypatch, name, kernel):
     use(kernel)
     stock, model = build(name, torch.float64), patched(name, torch.float64)

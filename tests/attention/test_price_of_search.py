@@ -42,7 +42,7 @@ def forwards_to_patch(model):
     return count
 
 
-@pytest.mark.parametrize("architecture", fast_only(["llama", "mamba2"], "mamba2"))
+@pytest.mark.parametrize("architecture", fast_only(["llama", "mamba2"], "llama"))
 def test_the_price_does_not_grow_with_depth(architecture, searched):
     prices = []
     for layers in (3, 4):

@@ -89,7 +89,7 @@ ENTRIES = [patch_model, attach, prepare_dataloader, evaluation_loss, score, scor
 
 
 @pytest.mark.parametrize("kind", fast_only([Merging, Replacing, Packing], Packing))
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", fast_only(ENTRIES, attach, evaluation_loss, score))
 def test_a_model_trains_as_if_it_was_never_in_evaluation_mode(entry, kind, tmp_path):
     expected, model = model_with(kind, is_inert=True), model_with(kind)
     before, changes = identities(model), Merging.changes
@@ -114,7 +114,7 @@ def test_gradients_after_a_proof_are_those_of_documents_alone():
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("entry", [patch_model, evaluation_loss, score])
+@pytest.mark.parametrize("entry", fast_only([patch_model, evaluation_loss, score], score))
 def test_frozen_modules_keep_their_mode(entry, training):
     model = model_with(Merging).train(training)
     frozen = model.model.layers[0].train(not training).self_attn.q_proj
@@ -280,7 +280,7 @@ def check_calls(entry, register, make, folder):
 
 
 @pytest.mark.parametrize("make", COLLECTING.values(), ids=COLLECTING)
-@pytest.mark.parametrize("entry", [patch_model, attach, prepare_dataloader])
+@pytest.mark.parametrize("entry", fast_only([patch_model, attach, prepare_dataloader], attach))
 def test_hooks_have_seen_only_the_step_of_the_user(entry, make, tmp_path):
     check_calls(entry, lambda module, hook: module.register_forward_hook(hook), make, tmp_path)
 
@@ -307,6 +307,7 @@ def test_hooks_keep_what_they_see_in_an_evaluation():
     assert counts() == [6] * len(counts())
 
 
+@pytest.mark.slow
 def test_a_hook_that_leaks_is_still_found():
     model, last = build("Llama"), []
 

@@ -57,6 +57,7 @@ def test_a_pooler_that_looks_for_the_end_token():
     check(stock, model, rows_of(rows, pad=1), SEQUENCE, close=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_method")
 def test_two_texts_are_refused():
     model = hfp.patch_model(tiny_model("bart", SEQUENCE, DOUBLE).base_model)

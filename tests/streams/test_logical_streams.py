@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tiers import fast_only
 
 import hf_packing as hfp
+from hf_packing.streams import reader
 from hf_packing.streams.logical import START
 from hf_packing.streams.reader import equal_shares
 
@@ -37,16 +38,46 @@ sizes_of_shards = st.lists(st.floats(1.0, 10_000.0), min_size=1, max_size=12)
 def test_shares_are_equal_and_have_every_part_once(sizes, shares):
     found = equal_shares(sizes, shares)
     assert len(found) == shares
-    parts = sorted((part.shard, part.first, part.end) for share in found for part in share)
-    of = found[0][0].of if found[0] else next(part.of for share in found for part in share)
+    parts = [part for share in found for part in share]
     for shard in range(len(sizes)):
-        borders = [(first, end) for number, first, end in parts if number == shard]
-        assert [first for first, _ in borders] == [0, *(end for _, end in borders[:-1])]
-        assert borders[-1][1] == of
+        (pieces,) = {part.pieces for part in parts if part.shard == shard}
+        assert [part.number for part in parts if part.shard == shard] == [*range(len(pieces))]
     whole = sum(sizes) / shares
     for share in found:
-        size = sum(sizes[part.shard] * (part.end - part.first) / part.of for part in share)
-        assert abs(size - whole) <= max(sizes) / of + 1e-6 * sum(sizes)
+        size = sum(sizes[part.shard] * part.pieces[part.number] / sum(part.pieces) for part in share)
+        assert abs(size - whole) <= max(sizes) / (64 * shares) + 1e-6 * sum(sizes)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9))
+def test_shares_of_a_shard_take_turns(pieces):
+    """Of the first documents, however many there are, every share has its part, rounded up or down."""
+    turns = reader.turns_of(tuple(pieces))
+    assert len(turns) == sum(pieces)
+    taken = np.cumsum(turns[:, None] == np.arange(len(pieces)), axis=0)
+    wanted = np.outer(np.arange(1, len(turns) + 1), pieces) / sum(pieces)
+    assert (np.abs(taken - wanted) < 1).all()
+
+
+@pytest.mark.parametrize("streams", [4, 8, 16])
+@pytest.mark.parametrize("shards", [1, 3, 6, 40])
+def test_shares_of_few_documents(shards, streams, rng):
+    """A share differs by less than a document in each of two shards that it has a part of, and by its rounding."""
+    documents = rng.integers(3, 71, shards)
+    counts = documents_of_shares(documents, streams)
+    assert sum(counts) == documents.sum()
+    assert max(abs(count - documents.sum() / streams) for count in counts) < 2 + 70 / (64 * streams)
+    assert set(documents_of_shares([25] * 6, 16)) == {9, 10}
+
+
+def documents_of_shares(documents, shares):
+    """The number of documents in each share of shards that have so many documents of the same size."""
+    counts = []
+    for share in equal_shares(documents, shares):
+        counts.append(0)
+        for part in share:
+            turns = reader.turns_of(part.pieces)
+            counts[-1] += int((turns[np.arange(documents[part.shard]) % len(turns)] == part.number).sum())
+    return counts
 
 
 def turns_of(packed, rank=0, ranks=1):

@@ -436,7 +436,7 @@ ALIGNED = {"align_tokens": 24}
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"), [(Trainer, "token"), (SFTTrainer, "sequence"), (None, "token"), slow(None, "sequence")]
+    ("kind", "loss"), [(Trainer, "token"), slow(SFTTrainer, "sequence"), slow(None, "token"), slow(None, "sequence")]
 )
 def test_aligned_batches_train_and_evaluate_as_others(tmp_path, kind, loss):
     """All documents are in one optimizer step of four micro-batches, whose rows differ. Layers take multiples only."""

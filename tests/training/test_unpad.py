@@ -69,6 +69,7 @@ def test_dpo(tmp_path, loss_type):
     check_step(trainer, ["model", "ref_model"], close=1e-6, stock=stock)
 
 
+@pytest.mark.slow
 def test_experts_of_pairs(tmp_path):
     """DPOTrainer asks for the logits of routers, which only tokens in one packed row have. Small embeddings make for
     gradients that differ by much more than outputs, though only in their last digits."""
