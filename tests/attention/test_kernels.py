@@ -29,7 +29,7 @@ from kernel_stand_ins import (
 )
 from model_inputs import CHAT, inputs_of
 from patched_models import patched
-from tiers import fast_only
+from tiers import fast_only, slow
 from tiny_models import build
 from training_by_hand import batch_of
 from tree_rows import forests
@@ -210,8 +210,8 @@ def falls_back(name="flash-attn 2", reason=".*", to=TORCH_KERNEL):
     [
         (forgets_a_border, "changing one document changed the logits of another.*"),
         (has_no_gradient_for_keys, "a document's gradients differ by.*"),
-        (has_another_scale, "a document's logits differ by.*"),
-        (lambda _: 1 / 0, ".*division by.*"),
+        slow(has_another_scale, "a document's logits differ by.*"),
+        slow(lambda _: 1 / 0, ".*division by.*"),
     ],
 )
 def test_the_proof_of_a_model_finds_kernels_that_fail(body, reason):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_inputs import CHAT, inputs_of
 from patched_models import patched, patched_tiny
-from tiers import fast_only
+from tiers import fast_only, slow
 from tiny_models import build
 from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
@@ -77,9 +77,9 @@ def with_window(window):
 @pytest.mark.parametrize(
     ("name", "fault", "message"),
     [
-        ("Mistral", with_window(None), "logits differ by .* between the row of trees and the document alone"),
+        slow("Mistral", with_window(None), "logits differ by .* between the row of trees and the document alone"),
         ("Llama", with_far_gradients, "gradients of one document reach another"),
-        ("Llama", to_the_whole_row, "changing one segment of a tree changed the logits"),
+        slow("Llama", to_the_whole_row, "changing one segment of a tree changed the logits"),
     ],
 )
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):

@@ -286,9 +286,8 @@ def proven(case):
 STEPS = [(name, *how, "token") for name in CASES for how in ((1, WHOLE), (3, WHOLE), (2, 5))]
 STEPS += [(name, 3, WHOLE, "sequence") for name in ("plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba")]
 FEW = [
-    *(("plain", 1, WHOLE), ("regularized", 3, WHOLE), ("mean", 3, WHOLE), ("Qwen3-MoE", 3, WHOLE)),
-    *((name, 3, WHOLE) for name in ("no items", "SFTTrainer of no items")),
-    *((name, 2, 5) for name in ("z-loss in training", "AdaLoRA", "AdaptionPrompt", "pops labels")),
+    *(("plain", 1, WHOLE), ("mean", 3, WHOLE), ("Qwen3-MoE", 3, WHOLE), ("no items", 3, WHOLE)),
+    *((name, 2, 5) for name in ("z-loss in training", "AdaLoRA")),
 ]
 FEW = [*((*step, "token") for step in FEW), ("AdaLoRA", 3, WHOLE, "sequence")]
 
