@@ -192,5 +192,5 @@ def test_modules_by_segment_with_such_layers():
     ):
         hfp.patch_model(with_aligned_layers(tiny_model("mamba", "causal", num_hidden_layers=1)))
     model = with_aligned_layers(patched_tiny("mamba", "causal", num_hidden_layers=1))
-    with pytest.raises(RuntimeError, match="expected a multiple of 16 tokens"):
+    with pytest.raises(hfp.ModelNotSupportedError, match="expected a multiple of 16 tokens"):
         model(**hfp.PackingCollator(align_tokens=16)(ROWS))
