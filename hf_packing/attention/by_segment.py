@@ -181,7 +181,7 @@ class SegmentedForward(ReplacedForward):
         if plan.outputs.row_length is not None:
             plan.outputs.found_in(self.forward(*args, **kwargs))
         plan.inputs.check_row(inputs, row.tokens)
-        with failing_on(f"each document alone, of {min(row.lengths)} to {max(row.lengths)} tokens"):
+        with failing_on(f"each document alone, of {min(row.path_lengths)} to {max(row.path_lengths)} tokens"):
             return self.run_paths(inputs, row, plan.sharing)
 
     def run_paths(self, inputs: Given, row: Layout, sharing: Sharing) -> Any:

@@ -221,10 +221,8 @@ class DocumentReader:
             shard = self._examples
             if self._share is not None:
                 number, own, pieces = self._share[part]
-                shard, turns = (
-                    upstream.sharded(self._examples, upstream.num_shards(self._examples), number),
-                    turns_of(pieces),
-                )
+                shard = upstream.sharded(self._examples, upstream.num_shards(self._examples), number)
+                turns = turns_of(pieces)
             shard._init_state_dict()
             if state is not None:
                 shard.load_state_dict(state)

@@ -64,7 +64,7 @@ class StepReport:
 
     @property
     def same(self) -> bool:
-        """Whether the steps were compared, and do not differ."""
+        """True if the steps were compared and do not differ."""
         return self.compared and not self.problem
 
     def __str__(self) -> str:

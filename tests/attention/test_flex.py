@@ -101,7 +101,7 @@ def test_borders_with_empty_segments_at_the_end():
 
 
 @pytest.mark.usefixtures("on_cpu")
-@settings(max_examples=8)
+@settings(max_examples=15)
 @given(calls(12))
 def test_is_exact_attention(call):
     """Outputs and gradients, those of sinks included, in float64."""

@@ -48,7 +48,7 @@ CASES = {
     "bert": ("bert", "masked", {}),
     "modernbert, windows": ("modernbert", "masked", {"local_attention": 8}),
 }
-FAST = ["llama, checkpointing"]
+FAST = ["llama", "llama, checkpointing"]
 ROWS = {
     "odd lengths, one-token documents": ([7, 1, 13, 9, 1, 6], None),
     "a document over all ranks": ([1, 29, 3], None),
@@ -158,6 +158,6 @@ def test_outputs_and_gradients_are_those_of_one_rank(ranks, names, tmp_path):
         for name, (apart, seen, _) in found.items():
             assert apart < 1e-12, (name, apart)
             assert seen, f"{name} would also pass without an exchange"
-        if {"llama", "llama, checkpointing"} <= {*names}:
+        if "llama" in names:
             kept, again = (found[f"{name}: planned"][2] for name in ("llama", "llama, checkpointing"))
             assert 2 * again == 3 * kept > 0
