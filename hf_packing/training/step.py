@@ -22,7 +22,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from hf_packing.attention import Step, StepDifference, StepRunner, compare
+from hf_packing.attention import Step, StepDifference, StepRunner, compare, has_local_weights
 from hf_packing.errors import PackingError
 
 
@@ -224,12 +224,14 @@ _MIXED = 1e-2
 
 def _on_all_ranks(case: StepCase, compute: Callable[[], Tensor], unpatched: bool) -> Step:
     """Run a step on all ranks, or raise an error on all of them: the user's own code may raise anything."""
-    step, failure = None, None
+    step, failure, is_whole = None, None, has_local_weights(case.runner.model)
     try:
         step = case.runner.run(compute, unpatched)
     except Exception as error:
         failure = error
-    said = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+    said = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    if failure is None or is_whole:  # ranks that shard a model may wait for this one in it, so it has to end
+        said = gather_object(said)
     if failure is not None and (not unpatched or isinstance(failure, torch.OutOfMemoryError)):
         raise failure
     if any(said):

@@ -290,3 +290,32 @@ def test_no_gradient_is_left_in_a_sharded_model(tmp_path):
         )
         assert with_proof[0] == without[0]
         assert with_proof[1] == len([*build("Llama", **LONG).parameters()])
+
+
+class FailsOnOneRank(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        if self.args.process_index == 1:
+            raise ZeroDivisionError("of rank 1")
+        return super().compute_loss(*args, **kwargs)
+
+
+def fail_on_one_rank(folder, _):
+    trainer = trainer_of(folder, model=build("Llama", **LONG), data=documents(), kind=FailsOnOneRank)
+    hfp.attach(trainer, BUDGET)
+    for each in (*trainer.model.model.layers, trainer.model):
+        fully_shard(each)
+    trainer.accelerator.prepare_model = lambda model, **_: model
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            trainer.train()
+        except Exception as error:  # on the other rank, whatever an exchange raises whose partner has gone
+            (folder / str(trainer.args.process_index)).write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_a_sharded_step_ends(tmp_path):
+    """It does not wait for ranks that wait for it in the model."""
+    on_ranks(fail_on_one_rank, tmp_path, None, ranks=2)
+    assert (tmp_path / "1").read_text() == "ZeroDivisionError: of rank 1"
+    assert (tmp_path / "0").exists()
