@@ -26,7 +26,7 @@ from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
 from hf_packing.streams.packed import PlacedRows, StreamPacking, Window
-from hf_packing.streams.reader import Share, equal_shares, open_source, sizes_of_shards
+from hf_packing.streams.reader import Share, documents_of_shares, equal_shares, open_source, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
 _ROWS_AT_ONCE = 64
@@ -167,14 +167,40 @@ class PackedExamples(StatefulExamples):
         return {stream: position for stream, position in saved.items() if position[0]}
 
 
-def warn_of_reading(examples: upstream.Examples, streams: int) -> None:
-    """Warn if a source has fewer shards than logical streams, since each of these reads its shards to their end."""
+def documents_of_streams(examples: upstream.Examples, streams: int) -> dict[str, list[int]]:
+    """Return how many documents each logical stream gets of a stream, or of each source of a mixture, by name; without
+    those for which only reading the documents says so."""
+    return {
+        name: documents_of_shares(documents, equal_shares(sizes_of_shards(source), streams))
+        for name, source in _sources_of(examples).items()
+        if (documents := upstream.documents_of_shards(source)) is not None
+    }
+
+
+def _sources_of(examples: upstream.Examples) -> dict[str, upstream.Examples]:
+    """Return the sources of all mixtures in a stream, or the stream itself, by names for messages."""
     mixed = {
         f"streams[{name!r}] of the mixture": source
         for each in mixtures_in(examples)
         for name, source in zip(each.shares, each.ex_iterables, strict=True)
     }
-    for name, source in (mixed or {"the stream": examples}).items():
+    return mixed or {"the stream": examples}
+
+
+def check_shares(examples: upstream.Examples, streams: int) -> None:
+    """Warn if a source has fewer shards than logical streams, since each of these reads its shards to their end.
+
+    Raises:
+        PackingError: a logical stream is known to get no documents of a source.
+    """
+    for name, documents in documents_of_streams(examples, streams).items():
+        if not all(documents):
+            raise PackingError(
+                f"streams: expected at most as many logical streams as {name} has documents for, got {streams} logical "
+                f"streams for {sum(documents)} documents, of which number {documents.index(0)} gets none; pass a "
+                "smaller number of streams, or shards of more equal size"
+            )
+    for name, source in _sources_of(examples).items():
         if streams > (shards := upstream.num_shards(source)):
             warnings.warn(
                 f"pack reads {name} about {streams / shards:.0f} times, since {streams} logical streams share {shards} "
@@ -194,6 +220,6 @@ def pack_stream(
     for change in describe_changes({"loss_masks": masks}, left_out=source.left_out):
         warnings.warn(f"pack {change}", stacklevel=3)
     if streams is not None:
-        warn_of_reading(source.examples, streams)
+        check_shares(source.examples, streams)
     packed = PackedExamples(source.examples, StreamPacking(packing, window_packs, source.schema), streams or 0)
     return upstream.stream_of(packed, like=stream)

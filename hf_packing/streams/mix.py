@@ -289,7 +289,8 @@ class MixedExamples(StatefulExamples):
         """Note that a source has ended, and open it again if it is read again.
 
         Raises:
-            PackingError: all documents of the source are empty, in all pieces of it.
+            PackingError: all documents of the source are empty, in all pieces of it; or in this piece, if the mixture
+                ends with the source.
         """
         source = sources[number]
         if source.tokens == source.tokens_before:
@@ -298,6 +299,12 @@ class MixedExamples(StatefulExamples):
                 raise PackingError(
                     f"streams[{list(self.shares)[number]!r}]: expected documents with tokens, got {len(documents)} "
                     "documents without; leave the source out"
+                )
+            if self._stopping_strategy == "first_exhausted" and self._pieces > 1:
+                raise PackingError(
+                    f"streams[{list(self.shares)[number]!r}]: expected a document for each of {self._pieces} logical "
+                    "streams, ranks or workers, since each reads a piece of the mixture that ends with the first of "
+                    "its sources, got a piece without. Pass fewer logical streams, or another stopping_strategy"
                 )
         source.passes += 1
         if number in self._active(sources):

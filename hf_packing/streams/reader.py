@@ -99,6 +99,22 @@ def turns_of(weights: tuple[int, ...]) -> npt.NDArray[np.intp]:
     return turns
 
 
+def documents_of_shares(documents: Sequence[int], shares: Sequence[Share]) -> list[int]:
+    """Return the number of documents in each share, given those of each shard.
+
+    Example:
+        >>> documents_of_shares([6, 2], equal_shares([2, 1], 2))
+        [5, 3]
+    """
+
+    def taken(part: Part) -> int:
+        turns = turns_of(part.pieces) == part.number
+        whole, rest = divmod(documents[part.shard], len(turns))
+        return int(whole * turns.sum() + turns[:rest].sum())
+
+    return [sum(map(taken, share)) for share in shares]
+
+
 def sizes_of_shards(examples: upstream.Examples) -> list[float]:
     """Return the bytes of every shard, the row groups of a file counting alike; 1 each without files."""
     files, shards = upstream.shard_files(examples), upstream.num_shards(examples)

@@ -3,19 +3,24 @@
 `tests/streams/test_upstream_streams.py` says which name has changed when a new version of `datasets` changes one.
 """
 
+import os
 from copy import copy
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
     CyclingMultiSourcesExamplesIterable,
     DataSourcesShufflingDisallowed,
     FormattedExamplesIterable,
     HorizontallyConcatenatedMultiSourcesExamplesIterable,
+    MappedExamplesIterable,
+    RebatchedArrowExamplesIterable,
     RepeatExamplesIterable,
+    SelectColumnsIterable,
     SkipExamplesIterable,
     TakeExamplesIterable,
     _BaseExamplesIterable,
@@ -169,3 +174,30 @@ def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] 
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         return None
     return list(zip(files, arguments.get("row_groups_list") or [None] * len(files), strict=True))
+
+
+def documents_of_shards(examples: Examples) -> list[int] | None:
+    """Return the number of documents in each shard of datasets, or of parquet files on this machine.
+
+    The result is None if only reading the documents says how many there are.
+    """
+    while (inside := getattr(examples, "ex_iterable", None)) is not None:
+        if type(examples) is MappedExamplesIterable:
+            if examples.batched:
+                return None
+        elif type(examples) not in (FormattedExamplesIterable, RebatchedArrowExamplesIterable, SelectColumnsIterable):
+            return None
+        examples = inside
+    shards = getattr(examples, "kwargs", {}).get("shards", ())
+    if shards and all(isinstance(each, datasets.Dataset) for each in shards):
+        return [*map(len, shards)]
+    files = shard_files(examples) or []
+    if not files or not all(file.endswith(".parquet") and os.path.isfile(file) for file, _ in files):
+        return None
+    rows = {file: _rows_of_groups(file) for file in dict.fromkeys(file for file, _ in files)}
+    return [sum(rows[file] if groups is None else [rows[file][group] for group in groups]) for file, groups in files]
+
+
+def _rows_of_groups(file: str) -> list[int]:
+    metadata = pq.read_metadata(file)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]

@@ -39,7 +39,7 @@ from hf_packing.sampling.rows import Row, trees_of_documents
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
-from hf_packing.streams.logical import START, PackedExamples, Position, Turn, warn_of_reading
+from hf_packing.streams.logical import START, PackedExamples, Position, Turn, check_shares, documents_of_streams
 from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import StreamPacking
 from hf_packing.streams.reader import fingerprint_of_files, open_source
@@ -195,7 +195,7 @@ def _of_documents(
     linear_cost = batching.usual_linear_cost if batching.balance == "attention" else None
     of_windows = StreamPacking(packing, WINDOW_PACKS, source.schema, linear_cost)
     streams = 1 << min(int(source.examples.num_shards), _MOST_STREAMS).bit_length() - 1
-    warn_of_reading(source.examples, streams)
+    check_shares(source.examples, streams)
     return PackedExamples(source.examples, of_windows, streams), 1, batching.most_tokens
 
 
@@ -273,9 +273,12 @@ class StreamSummary:
 
     def __str__(self) -> str:
         rows, streams = self.rows, self.rows.streams
+        documents = documents_of_streams(streams.ex_iterable, streams.streams)
+        of_each = [f"{min(each)} to {max(each)} of {name}" for name, each in documents.items()]
         return (
             f"stream: {streams.streams} logical streams, {streams.streams // rows.ranks} on each of {rows.ranks} ranks"
-            f"\nrows: {streams.packing}\n"
+            + (f"\ndocuments of each logical stream: {', '.join(of_each)}" if of_each else "")
+            + f"\nrows: {streams.packing}\n"
             f"step: {rows.ranks * rows.accumulation * rows.rows_per_batch} rows, in {rows.accumulation} micro-batches "
             f"of {rows.rows_per_batch} rows on each rank, of at most {rows.max_tokens:,} tokens\n"
             + (f"length of segments: {rows.length_schedule}\n" if rows.length_schedule is not None else "")

@@ -26,7 +26,7 @@ from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.streams import reader
-from hf_packing.streams.logical import START
+from hf_packing.streams.logical import START, documents_of_streams
 from hf_packing.streams.reader import equal_shares
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves|reads):UserWarning")
@@ -62,22 +62,50 @@ def test_shares_of_a_shard_take_turns(pieces):
 @pytest.mark.parametrize("shards", [1, 3, 6, 40])
 def test_shares_of_few_documents(shards, streams, rng):
     """A share differs by less than a document in each of two shards that it has a part of, and by its rounding."""
-    documents = rng.integers(3, 71, shards)
-    counts = documents_of_shares(documents, streams)
-    assert sum(counts) == documents.sum()
-    assert max(abs(count - documents.sum() / streams) for count in counts) < 2 + 70 / (64 * streams)
-    assert set(documents_of_shares([25] * 6, 16)) == {9, 10}
+    documents = rng.integers(3, 71, shards).tolist()
+    counts = counts_of_shares(documents, streams)
+    assert sum(counts) == sum(documents)
+    assert max(abs(count - sum(documents) / streams) for count in counts) < 2 + 70 / (64 * streams)
+    assert set(counts_of_shares([25] * 6, 16)) == {9, 10}
 
 
-def documents_of_shares(documents, shares):
-    """The number of documents in each share of shards that have so many documents of the same size."""
+def counts_of_shares(documents, shares):
+    """The number of documents in each share of shards that have so many documents of the same size, one by one."""
+    divided = equal_shares(documents, shares)
     counts = []
-    for share in equal_shares(documents, shares):
+    for share in divided:
         counts.append(0)
         for part in share:
             turns = reader.turns_of(part.pieces)
             counts[-1] += int((turns[np.arange(documents[part.shard]) % len(turns)] == part.number).sum())
+    assert reader.documents_of_shares(documents, divided) == counts
     return counts
+
+
+def test_known_numbers_of_documents(tmp_path):
+    """Those of datasets and parquet files, unless a filter or a map of batches may change them."""
+    counted = {"parquet": True, "row groups": True, "jsonl": False, "generator": False, "mapped in batches": False}
+    streams = {kind: write_source(tmp_path, kind)() for kind in counted}
+    mapped = {"mapped": streams["row groups"].map(unchanged).select_columns("input_ids")}
+    sources = {"a": dataset(0, 50, 4), "b": streams["jsonl"].select_columns("input_ids")}
+    mixed = hfp.mix(sources, {"a": 1, "b": 1}, stopping_strategy=ALL)
+    for kind, stream in {**streams, **mapped}.items():
+        packed = hfp.pack(stream, hfp.BestFit(64), streams=4)
+        read = [sum(1 for _ in names_in(packed.shard(4, number))) for number in range(4)]
+        known = documents_of_streams(stream._ex_iterable, 4)
+        assert known == ({"the stream": read} if counted.get(kind, True) else {})
+    assert documents_of_streams(mixed._ex_iterable, 4) == {"streams['a'] of the mixture": [13, 12, 13, 12]}
+
+
+def test_logical_streams_without_a_document_are_refused():
+    """When it is known; a mixture that ends with its first source would read nothing else, so it is refused later."""
+    few = dataset(0, 5, 4).to_iterable_dataset(2)
+    with pytest.raises(hfp.PackingError, match=r"streams: .* got 16 logical streams for 5 documents, of which number"):
+        hfp.pack(few, hfp.BestFit(64), streams=16)
+    for few, error in ((dataset(0, 5, 4), "the mixture has documents for"), (generated([documents(0, 5, 4)]), "")):
+        mixed = hfp.mix({"a": few, "b": dataset(1, 90, 5)}, {"a": 1, "b": 1})
+        with pytest.raises(hfp.PackingError, match=error or "a document for each of 16 logical streams, ranks or w"):
+            list(hfp.pack(mixed, hfp.BestFit(64), streams=16))
 
 
 def turns_of(packed, rank=0, ranks=1):

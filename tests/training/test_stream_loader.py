@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from functools import partial
 from itertools import islice
 
@@ -175,7 +176,9 @@ def test_a_trainer_and_a_loop_take_the_same_steps(files, tmp_path):
     known = {"max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     trainer = trainer_of(tmp_path, model=model(), data=packed(files), weight_decay=0.0, **known)
     summary = hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
-    assert str(summary).startswith("stream: 8 logical streams, 8 on each of 1 ranks\n")
+    first, second, *_ = str(summary).splitlines()
+    assert first == "stream: 8 logical streams, 8 on each of 1 ranks"
+    assert re.fullmatch(r"documents of each logical stream: \d+ to \d+ of the stream", second)
     trainer.train()
     looped, by_hand = model(), model()
     loader = loader_of(packed(files), model=looped)
