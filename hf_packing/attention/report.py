@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import nan
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -53,18 +53,20 @@ class IsolationReport:
     """The reason why isolation could not be fully checked in training mode; otherwise an empty string."""
     kernel: str = ""
     """The name of the kernel on which the attention of a patched model ran in the check; see `kernel_of`."""
+    checked: str = "packed rows"
+    """What the check ran: "packed rows", "packed rows of the backbone" or "padded rows", with a document in each."""
 
     def __str__(self) -> str:
         lines = [
             f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}",
-            f"checked in {' and '.join(self.modes)} mode, with dropout off",
+            f"checked on {self.checked} in {' and '.join(self.modes)} mode, with dropout off",
         ]
         if self.unproven and not (self.route and self.route.unproven):
             lines.append(f"training mode not proven: {self.unproven}")
-        lines += [
-            f"largest change of a logit {self.max_leak:.2g}, gradient leak {self.max_gradient_leak:.2g}",
-            self.route.describe() if self.route else "route: none, the model is not patched",
-        ]
+        measured = {"largest change of a logit": self.max_leak, "gradient leak": self.max_gradient_leak}
+        if known := [f"{what} {value:.2g}" for what, value in measured.items() if not isnan(value)]:
+            lines.append(", ".join(known))
+        lines.append(self.route.describe() if self.route else "route: none, the model is not patched")
         if self.kernel:
             lines.append(f"kernel: {self.kernel}")
         return "\n".join(lines)
@@ -92,8 +94,9 @@ def check_isolation(
     mode, the check is repeated in training mode, but with dropout, noise and layer dropping turned off. Afterwards, the
     training or evaluation mode of all modules, the model's buffers and the random state are restored.
 
-    A model that returns outputs for whole rows, such as a classifier, gets a padded batch with one document in each row
-    instead, and all of its outputs are compared.
+    Of a model that returns outputs for whole rows, such as a classifier, the backbone gets the packed rows. If such a
+    model is patched, it takes no packed rows: it gets a padded batch with one document in each row instead, and all of
+    its outputs are compared. `report.checked` says what was run.
 
     With `batch`, the check runs on the documents of this batch, at their lengths, in both modes. Every second document
     is replaced at once, and some documents are also compared with the same documents run alone, for a patched model
@@ -156,17 +159,27 @@ def check_isolation(
     def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
         return collate(rows_of(pack({"input_ids": documents})))
 
-    case = RowCase(Runner(model), lengths=lengths, make_batch=make_batch, seed=seed)
-    case.wants_gradients, route = True, route_of(model)
+    def packed(called: nn.Module) -> RowCase:
+        case = RowCase(Runner(model, called), lengths=lengths, make_batch=make_batch, seed=seed)
+        case.wants_gradients = True
+        return case
+
+    case, checked, route = packed(model), "packed rows", route_of(model)
     try:
         if route is not None and not route.facts.takes_packed_rows:
             raise NoLanguageModelError
         case.examine()
     except NoLanguageModelError:
-        case = examined_padded_rows(case.runner, seed)
+        case, checked = packed(model.base_model), "packed rows of the backbone"
+        try:
+            if route is not None:
+                raise NotCallableError
+            case.examine()
+        except NotCallableError:
+            case, checked = examined_padded_rows(Runner(model), seed), "padded rows"
     except NotCallableError:  # it may be callable with what the collator makes
         case.known = [Alone({}, None, noise=0.0)]
-    return _check_rows(case)
+    return replace(_check_rows(case), checked=checked)
 
 
 def _check_rows(case: RowCase) -> IsolationReport:

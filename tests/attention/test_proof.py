@@ -51,14 +51,28 @@ def test_a_backbone_is_checked_by_its_hidden_states():
     assert hfp.check_isolation(hfp.patch_model(backbone)).isolated
 
 
-def test_a_classifier_is_checked_on_a_padded_batch():
-    """Stock rows do not affect each other, unless the model mixes the rows of a batch."""
-    model = tiny_model("bert", "sequence classification", num_hidden_layers=1)
-    assert hfp.check_isolation(model).isolated
-    model.classifier.register_forward_pre_hook(lambda _, given: (given[0] + 0.01 * given[0].mean(0),))
+@pytest.mark.parametrize("kind", ["sequence classification", "question answering"])
+def test_the_backbone_of_a_classifier_is_checked_on_packed_rows(kind):
+    """Padded rows, with a document in each, say nothing about packed ones. A patched classifier takes only these."""
+    model = tiny_model("bert", kind, num_hidden_layers=1)
+    report = hfp.check_isolation(model)
+    assert (report.isolated, report.checked) == (False, "packed rows of the backbone")
+    assert report.max_leak > 0.1
+    report = hfp.check_isolation(hfp.patch_model(model))
+    assert (report.isolated, report.checked) == (True, "padded rows")
+    assert "checked on padded rows in evaluation and training mode" in str(report)
+    head = model.classifier if kind == "sequence classification" else model.qa_outputs
+    head.register_forward_pre_hook(lambda _, given: (given[0] + 0.01 * given[0].mean(0),))
     report = hfp.check_isolation(model)
     assert not report.isolated
     assert "changing one document changed the logits of another document" in report.reason
+
+
+def test_what_was_not_measured_is_not_shown():
+    """A stock encoder-decoder for classification cannot be called on packed rows."""
+    report = hfp.check_isolation(tiny_model("bart", "sequence classification"))
+    assert not report.isolated
+    assert "nan" not in str(report)
 
 
 @pytest.mark.usefixtures("one_method")
