@@ -73,6 +73,8 @@ from hf_packing.attention.patch import (
     patch_for_training,
     patch_model,
     patched,
+    patched_copy_of,
+    route_of_copy,
     unpatch_model,
 )
 from hf_packing.attention.proof import Proof
@@ -109,6 +111,7 @@ __all__ = [
     "patch_for_training",
     "patch_model",
     "patched",
+    "patched_copy_of",
     "predicts_tokens",
     "prove_on_batch",
     "prove_unpadding",
@@ -116,6 +119,7 @@ __all__ = [
     "refuse_copied_labels",
     "restored_random_state",
     "route_of",
+    "route_of_copy",
     "sees_labels",
     "share_prefixes",
     "small_copy_of",

@@ -503,6 +503,15 @@ def find_on_small_copy(model: PreTrainedModel) -> Route:
         ModelNotSupportedError: no copy can be built; or no route can be proven on the copy; or a module that runs
             segment by segment in the copy has another class in the model, or is missing there.
     """
+    return route_of_copy(patched_copy_of(model), model)
+
+
+def patched_copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a small copy of a model with the fastest route that is proven on it.
+
+    Raises:
+        ModelNotSupportedError: no copy can be built, or no route can be proven on it.
+    """
     for dtype in _COPY_DTYPES:
         try:
             copy = small_copy_of(model, dtype)
@@ -514,13 +523,22 @@ def find_on_small_copy(model: PreTrainedModel) -> Route:
             ) from error
         try:
             find_and_prove(copy)
-            break
+            return copy
         except NoLanguageModelError:
             raise
         except ModelNotSupportedError as error:
             failure = error
-    if (route := route_of(copy)) is None:
-        raise ModelNotSupportedError(f"on a small copy of the model: {failure}") from failure
+    raise ModelNotSupportedError(f"on a small copy of the model: {failure}") from failure
+
+
+def route_of_copy(copy: PreTrainedModel, model: PreTrainedModel) -> Route:
+    """Return the route of a small copy as a route for the model that it is a copy of.
+
+    Raises:
+        ModelNotSupportedError: a module that runs segment by segment in the copy has another class in the model, or is
+            missing there.
+    """
+    route: Route = getattr(copy, PATCH).route
     own = dict(model.named_modules())
     for plan in route.by_segment:
         found = type(own.get(plan.name))

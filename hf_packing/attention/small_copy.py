@@ -5,7 +5,7 @@ documents. It has about a million parameters, and is built in a second.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -154,10 +154,28 @@ def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     for heads, size, expansion in _STATE_HEADS:
         if all(isinstance(settings.get(name), int) for name in (heads, size, expansion, "hidden_size")):
             settings[heads] = settings["hidden_size"] * settings[expansion] // settings[size]
+    for name in _derived(config, before, settings):
+        del settings[name]
     for name in config.sub_configs:
         if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
             settings[name] = _shrink(inner)
     return settings
+
+
+def _derived(config: PreTrainedConfig, settings: dict[str, Any], small: dict[str, Any]) -> list[str]:
+    """Return the names of sizes that a configuration computes from others if they are left out, as Zamba's size of
+    attention heads."""
+    kind = type(config)
+
+    def without(name: str, given: dict[str, Any]) -> Any:
+        return getattr(kind.from_dict({each: value for each, value in given.items() if each != name}), name, None)
+
+    found = []
+    for name, value in settings.items():
+        with suppress(Exception):  # the configuration may need the setting, or the others as they are
+            if type(value) is int and without(name, settings) == value != without(name, small):
+                found.append(name)
+    return found
 
 
 def has_thresholds(config: PreTrainedConfig) -> bool:

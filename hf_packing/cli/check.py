@@ -7,18 +7,37 @@ import argparse
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
-from hf_packing.attention import IsolationReport, check_isolation, patch_model, small_copy_of
+from hf_packing.attention import (
+    IsolationReport,
+    check_isolation,
+    patch_model,
+    patched_copy_of,
+    route_of_copy,
+    small_copy_of,
+)
 from hf_packing.cli.flags import print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
@@ -46,11 +65,11 @@ def run(given: argparse.Namespace) -> int:
     say(f"{given.model}: {checked}")
     stock, refusal = None, ""
     try:
-        stock = check_isolation(model)
+        stock = check_isolation(model if given.weights else small_copy_of(model, torch.float64))
         # the advice to call patch_model is left out, since that comes next
         said = (line.partition(". hf_packing.patch_model(")[0] for line in f"stock: {stock}".split("\n"))
         say("\n".join(said))
-        patched = check_isolation(patch_model(model))
+        patched = _check_patched(model, given.weights)
         say(f"after patch_model: {patched}")
     except ModelNotSupportedError as error:
         refusal = str(error)
@@ -75,11 +94,19 @@ def run(given: argparse.Namespace) -> int:
     return 0 if patched.isolated else 1
 
 
-def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
-    """Return the model to check, and a description of the model.
+def _check_patched(model: PreTrainedModel, itself: bool) -> IsolationReport:
+    """Check a patched model itself, or its patched small copy, with the route of the model."""
+    if itself:
+        return check_isolation(patch_model(model))
+    copy = patched_copy_of(model)
+    return replace(check_isolation(copy), route=route_of_copy(copy, model))
 
-    With --weights, that is the model itself. Otherwise it is a small model of the same architecture, or of the same
-    class and configuration, with random weights.
+
+def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
+    """Return the model to check, and a description of what is checked.
+
+    With --weights, that is the model itself. Otherwise it is a model without weights, for a small copy, of the
+    architecture with its usual sizes, or of the class and configuration of the model.
     """
     name, code = given.model, {"trust_remote_code": given.trust_remote_code}
     if name in CONFIG_MAPPING_NAMES and not given.weights and not Path(name).exists():
@@ -93,20 +120,25 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
         drawn = f", with random values for {missing:,} weights that are missing in its files" if missing else ""
         return model.to("cuda") if torch.cuda.is_available() else model, f"the model itself{drawn}"
     with torch.device("meta"):
-        large = head.from_config(config, **code) if hasattr(head, "from_config") else head._from_config(config)
-    small = small_copy_of(large)
-    return small, f"a small {type(small).__name__} with as many layers and random weights"
+        model = head.from_config(config, **code) if hasattr(head, "from_config") else head._from_config(config)
+    return model, f"a small {type(model).__name__} with as many layers and random weights"
 
 
 def _head_of(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     """Return the class of transformers that a configuration names or, if there is none, an Auto class.
 
-    The Auto class is that of masked language models if these have the configuration, and else of causal ones. It also
-    loads the code that comes with a model, which is preferred if it may run.
+    The Auto class is that of masked language models if these have the configuration, else of causal ones, else of models
+    that take two texts. It also loads the code that comes with a model, which is preferred if it may run.
     """
     brought = getattr(config, "auto_map", None) or {}
     named = config.architectures or [""]
     if hasattr(transformers, named[0]) and not (trust_remote_code and brought):
         return getattr(transformers, named[0])
-    is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or "AutoModelForMaskedLM" in brought
-    return AutoModelForMaskedLM if is_masked else AutoModelForCausalLM
+    for names, head in (
+        (MODEL_FOR_MASKED_LM_MAPPING_NAMES, AutoModelForMaskedLM),
+        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
+        (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
+    ):
+        if config.model_type in names or head.__name__ in brought:
+            return head
+    return AutoModelForCausalLM

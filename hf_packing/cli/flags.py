@@ -20,6 +20,7 @@ _FLAGS = {
     "train_on": "--train-on",
     "share_prefixes": "--share-prefixes",
     "glob=": "--glob ",
+    "trust_remote_code=True": "--trust-remote-code",
 }
 """Flags of the command whose names differ from those of the Python arguments that they stand for."""
 

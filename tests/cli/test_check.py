@@ -1,10 +1,14 @@
 """hf-packing check: which model is looked at, what is found, and the exit code."""
 
 import json
+import re
 
 import pytest
+import transformers
 from tiers import fast_only
 
+import hf_packing as hfp
+from hf_packing.attention import route_of
 from hf_packing.cli import main
 from tools.tiny_model import tiny_model
 
@@ -46,6 +50,8 @@ def test_models_that_cannot_be_made_or_patched(capsys, tmp_path):
     [
         ("llama", 0, "varlen"),
         pytest.param("jamba", 0, "varlen + segments", marks=pytest.mark.slow),
+        pytest.param("zamba2", 0, "varlen + segments", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 0, "varlen + segments", marks=pytest.mark.slow),
         pytest.param("mra", 1, None, marks=pytest.mark.slow),
     ],
 )
@@ -54,6 +60,19 @@ def test_check_of_an_architecture(capsys, model, code, route):
     found = json.loads(capsys.readouterr().out)
     assert (found["isolated"], found["route"]) == (code == 0, route)
     assert bool(found["refusal"]) == (code == 1)
+
+
+def test_an_encoder_decoder_is_refused(capsys):
+    assert main(["check", "t5", "--json"]) == 1
+    assert "an encoder-decoder takes two texts" in json.loads(capsys.readouterr().out)["refusal"]
+
+
+def test_the_share_that_stays_packed_is_that_of_the_whole_model(capsys, tmp_path):
+    config = tiny_model("jamba", "causal", intermediate_size=2000).config
+    main(["check", saved(tmp_path / "model", config, ["JambaForCausalLM"])])
+    (shown,) = re.findall(r"route: varlen \+ segments, (\d+)% of", capsys.readouterr().out)
+    model = hfp.patch_model(transformers.JambaForCausalLM(config))
+    assert int(shown) == round(100 * route_of(model).packed_share) > 85
 
 
 def test_what_is_printed_of_a_model_and_its_weights(capsys, tmp_path):
@@ -109,7 +128,7 @@ def test_code_that_comes_with_a_model_is_run_only_when_asked(capsys, model_with_
     assert main(["check", model_with_code, "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "trust_remote_code" in captured.err
+    assert "--trust-remote-code" in captured.err
     assert captured.err.count("\n") == 1
     assert main(["check", model_with_code, "--trust-remote-code"]) == 0
     assert "a small BorrowedForCausalLM with as many" in capsys.readouterr().out
