@@ -127,8 +127,8 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
 def _head_of(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     """Return the class of transformers that a configuration names or, if there is none, an Auto class.
 
-    The Auto class is that of masked language models if these have the configuration, else of causal ones, else of models
-    that take two texts. It also loads the code that comes with a model, which is preferred if it may run.
+    The Auto class is that of masked language models if these have the configuration, else of causal ones, else of
+    encoder-decoders. It also loads the code that comes with a model, which is preferred if it may run.
     """
     brought = getattr(config, "auto_map", None) or {}
     named = config.architectures or [""]
