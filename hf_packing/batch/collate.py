@@ -166,7 +166,9 @@ class PackingCollator:
         cu_seq_lens = offsets_of(lengths).astype(np.int32)
         begin = cu_seq_lens[:-1]
         labels = _labels_of(rows, tokens)
-        if not self.keep_first_labels:
+        if self.keep_first_labels:
+            refuse_lost_first_labels(input_ids, labels, begin[lengths > 1])
+        else:
             labels[begin] = IGNORED_LABEL
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
@@ -203,6 +205,32 @@ def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
                     f"{number} has the label {given[token]}; apply the mask to the labels, or remove the mask"
                 )
     return joined
+
+
+_UNLIKELY = 30.0
+"""Labels are lost if it would be less likely than exp(-30) that no segment has one at its first token."""
+
+
+def refuse_lost_first_labels(input_ids: IntArray, labels: IntArray, begin: IntArray) -> None:
+    """Raise PackingError if no segment has a label at its first token, though many have one at the second.
+
+    Segments that all begin with the same token, such as [CLS], need no label there.
+
+    Args:
+        input_ids: integers [tokens].
+        labels: integers [tokens].
+        begin: where the segments of several tokens begin.
+    """
+    if not len(begin) or (labels[begin] != IGNORED_LABEL).any() or len(np.unique(input_ids[begin])) < 2:
+        return
+    share = min(float(np.mean(labels[begin + 1] != IGNORED_LABEL)), 0.99)
+    if -len(begin) * np.log1p(-share) > _UNLIKELY:
+        raise PackingError(
+            "labels: expected labels at first tokens for a model that does not predict the next token, got "
+            f"{len(begin)} segments without one, of which {share:.0%} have one at the second token. pack and "
+            "PackingCollator take these labels away, which causal language models cannot predict; pass "
+            "keep_first_labels=True to both, or fn_kwargs={'keep_first_labels': True} to map(strategy)"
+        )
 
 
 def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: IntArray) -> npt.NDArray[np.int32]:

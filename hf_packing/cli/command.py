@@ -137,6 +137,11 @@ def _add_pack(commands: Any) -> None:
         default=False,
         help="pack documents that begin with the same N tokens as trees (default of N: 16)",
     )
+    command.add_argument(
+        "--keep-first-labels",
+        action="store_true",
+        help="keep the label of each document's first token, for models that predict the token itself",
+    )
     many = command.add_argument_group(
         "many files", "DATA are files, folders, or patterns such as 's3://bucket/*.parquet'; DIR gets parquet files"
     )

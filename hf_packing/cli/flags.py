@@ -19,6 +19,7 @@ _FLAGS = {
     "skip_bad=True": "--skip-bad",
     "train_on": "--train-on",
     "share_prefixes": "--share-prefixes",
+    "keep_first_labels": "--keep-first-labels",
     "glob=": "--glob ",
     "trust_remote_code=True": "--trust-remote-code",
 }

@@ -44,7 +44,12 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         documents, skipped = read_documents(data, given, work)
-        packed = pack(documents, strategy, share_prefixes=given.share_prefixes)
+        packed = pack(
+            documents,
+            strategy,
+            share_prefixes=given.share_prefixes,
+            keep_first_labels=given.keep_first_labels,
+        )
         origin = Origin.load(Path(packed.cache_files[0]["filename"]).parent)
         plan, trained = origin.plan, origin.facts["trained_tokens"]
         if not plan.num_packs:
@@ -89,6 +94,7 @@ def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
             tasks=tasks,
             task=task,
             share_prefixes=given.share_prefixes,
+            keep_first_labels=given.keep_first_labels,
             text_field=given.field,
             end_documents=not given.no_eos,
             separator=given.separator,

@@ -83,6 +83,7 @@ def pack_files(
     task: int | None = None,
     position_ids: bool = True,
     share_prefixes: bool | int = False,
+    keep_first_labels: bool = False,
     text_field: str | None = None,
     end_documents: bool = True,
     separator: str | None = None,
@@ -115,6 +116,7 @@ def pack_files(
         position_ids: whether packed rows get a column `position_ids`. Rows of trees never get one.
         share_prefixes: True if documents of the same task that begin with the same tokens share these tokens in a row,
             or the fewest tokens to share, as for `hf_packing.pack`.
+        keep_first_labels: True to keep the label of a segment's first token, as for `hf_packing.pack`.
         text_field: name of the field with the text; None to use the first of text, prompt and messages that a row has.
         end_documents: whether to append the end-of-sequence token to texts.
         separator: the text between a prompt and a completion; None for no text.
@@ -133,7 +135,7 @@ def pack_files(
     """
     folder = Folder(str(output), storage_options or {})
     inputs = find_inputs(files, folder.options)
-    packing = Packing.of(strategy, position_ids, share_prefixes)
+    packing = Packing.of(strategy, position_ids, share_prefixes, keep_first_labels)
     settings = {"text_field": text_field, "end_documents": end_documents, "separator": separator, "train_on": train_on}
     texts, digest = _text_tokenizer(tokenizer, trust_remote_code, settings) if tokenizer is not None else (None, None)
     groups = group_files(inputs, tasks)
@@ -142,6 +144,7 @@ def pack_files(
         "strategy": repr(strategy),
         "position_ids": position_ids,
         "share_prefixes": packing.fewest_shared,
+        "keep_first_labels": keep_first_labels,
         "tokenizer": digest,
         **settings,
         "skip_bad": skip_bad,
@@ -312,7 +315,7 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
     try:
         columns = find_token_columns(pa.concat_tables(filled))
         plan, splits = packing.plan(columns)
-        if (labels := labels_left(columns, plan)) is not None:
+        if (labels := labels_left(columns, plan, packing.keep_first_labels)) is not None:
             labels.check_some_left("strategy", packing.strategy)
     except (PackingError, pa.ArrowException) as error:
         raise PackingError(f"files: {', '.join(task.inputs)} cannot be packed together: {error}") from None

@@ -36,12 +36,13 @@ class LabelCounts(NamedTuple):
             )
 
 
-def labels_left(columns: TokenColumns, plan: PackingPlan) -> LabelCounts | None:
+def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> LabelCounts | None:
     """Count the labels that a plan leaves, if documents have labels, and the plan drops some of their tokens.
 
     Args:
         columns: as for `count_labels`.
         plan: the plan of the documents.
+        keep_first: as for `count_labels`.
 
     Returns:
         The counts; None if nothing is dropped, or if all tokens are labels.
@@ -49,7 +50,8 @@ def labels_left(columns: TokenColumns, plan: PackingPlan) -> LabelCounts | None:
     is_whole = plan.segment_length.sum(dtype=np.int64) == plan.document_length.sum(dtype=np.int64)
     if is_whole or columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
         return None
-    return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, Pieces.whole(plan.document_length)))
+    documents = Pieces.whole(plan.document_length)
+    return LabelCounts(*(count_labels(columns, pieces, keep_first) for pieces in (plan.segments, documents)))
 
 
 def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False) -> int:
@@ -75,7 +77,9 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
     return found
 
 
-def changes_of(columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, int], strategy: str) -> dict[str, Any]:
+def changes_of(
+    columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, int], strategy: str, keep_first: bool
+) -> dict[str, Any]:
     """Return what a plan does to documents, as a dict that can be saved as JSON; see `describe_changes`.
 
     Args:
@@ -83,6 +87,7 @@ def changes_of(columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, in
         plan: the plan.
         splits: by the name of a column, how many shared prefixes ended early because values in this column differ.
         strategy: the argument that decides what is dropped.
+        keep_first: whether the first token of a segment keeps its label.
     """
     masks = [name for name in LOSS_MASKS if name in columns]
     return {
@@ -91,7 +96,7 @@ def changes_of(columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, in
         "packed_tokens": int(plan.segment_length.sum(dtype=np.int64)),
         "tokens": int(plan.document_length.sum(dtype=np.int64)),
         "empty_documents": int((plan.document_length == 0).sum()),
-        "labels_left": labels_left(columns, plan),
+        "labels_left": labels_left(columns, plan, keep_first),
         "splits": dict(splits),
         "strategy": strategy,
     }

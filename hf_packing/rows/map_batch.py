@@ -16,13 +16,14 @@ from hf_packing.rows.token_columns import VALUES_OF_TOKENS, find_token_columns, 
 from hf_packing.strategies.base import Strategy
 
 
-def pack_batch(batch: Any, strategy: Strategy) -> Any:
+def pack_batch(batch: Any, strategy: Strategy, keep_first_labels: bool) -> Any:
     """Pack the documents of one batch and return the packed rows.
 
     Args:
         batch: a pyarrow Table, a data frame, or a mapping from names to columns. All columns are packed that have one
             number for each token, also those that the format of a dataset hides, since `map` passes them, too.
         strategy: the strategy.
+        keep_first_labels: whether the first token of a segment keeps its label.
 
     Returns:
         Packed rows, one for each pack: a dict of lists of lists if the batch is a mapping that is not from
@@ -32,12 +33,12 @@ def pack_batch(batch: Any, strategy: Strategy) -> Any:
         PackingError: `find_token_columns` refuses the columns, or the batch is a single row or has an unknown type.
     """
     table = with_typed_empty_lists(_as_table(batch))
-    packing = Packing(strategy)
+    packing = Packing(strategy, keep_first_labels=keep_first_labels)
     packing.check_names(table.column_names)
     columns = find_token_columns(table)
     plan, splits = packing.plan(columns)
     packed = packing.rows(columns, plan, np.arange(plan.num_packs)).table
-    facts = changes_of(columns, plan, splits, "overflow")
+    facts = changes_of(columns, plan, splits, "overflow", keep_first_labels)
     for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch"):
         warnings.warn(f"packing {change}", stacklevel=2)
     return packed if isinstance(batch, LazyBatch) or not isinstance(batch, Mapping) else packed.to_pydict()

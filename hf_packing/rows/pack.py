@@ -55,6 +55,7 @@ def pack(
     streams: int | None = None,
     lazy: bool = False,
     share_prefixes: bool | int = False,
+    keep_first_labels: bool = False,
 ) -> DatasetOrDict:
     """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
 
@@ -87,19 +88,22 @@ def pack(
             computes them once; or the fewest tokens to share, 16 for True. The rows are trees, which only patched
             causal language models can train on. For strategies that cut no document that fits in a pack. Documents of a
             stream share prefixes with those of the same window.
+        keep_first_labels: True to keep the label of a segment's first token, for models that predict the token itself
+            instead of the next token, such as masked language models and classifiers of tokens. Such models refuse rows
+            without these labels.
 
     Returns:
         A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
-        `input_ids`, `labels` (-100 at the first token of every segment; made from input_ids if the documents have no
-        labels), `position_ids` (restarting at every segment) and `seq_lengths` (tokens of every segment). If the
-        strategy has several capacities, the column `bucket` has the capacity of the pack in tokens. With
-        share_prefixes, the columns are `tree_input_ids` and `tree_labels` (one number for each token of the row),
-        `segment_lengths` and `parents` (of each run of tokens that the same documents share; the index of the run
-        before it in the row, or -1), `ends` (for each document, the index of its last run) and `trained` (three numbers
-        for each run of tokens that a document trains on: index of the document in the row, start in the document,
-        length). Other token columns are in the rows, too; documents share a token only if all its values are equal.
-        The description in `info` says that rows are packed, so that rows which lose `position_ids` and `seq_lengths`
-        are refused instead of trained as one document each.
+        `input_ids`, `labels` (-100 at the first token of every segment, unless keep_first_labels is True; made from
+        input_ids if the documents have no labels), `position_ids` (restarting at every segment) and `seq_lengths`
+        (tokens of every segment). If the strategy has several capacities, the column `bucket` has the capacity of the
+        pack in tokens. With share_prefixes, the columns are `tree_input_ids` and `tree_labels` (one number for each
+        token of the row), `segment_lengths` and `parents` (of each run of tokens that the same documents share; the
+        index of the run before it in the row, or -1), `ends` (for each document, the index of its last run) and
+        `trained` (three numbers for each run of tokens that a document trains on: index of the document in the row,
+        start in the document, length). Other token columns are in the rows, too; documents share a token only if all
+        its values are equal. The description in `info` says that rows are packed, so that rows which lose
+        `position_ids` and `seq_lengths` are refused instead of trained as one document each.
 
     Raises:
         PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
@@ -113,7 +117,7 @@ def pack(
         >>> hfp.pack(documents, hfp.BestFit(4, seed=None))["seq_lengths"][:]
         [[3, 1], [2]]
     """
-    packing = Packing.of(strategy, position_ids, share_prefixes)
+    packing = Packing.of(strategy, position_ids, share_prefixes, keep_first_labels)
     is_stream = isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict))
     if is_stream and lazy:
         raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
@@ -181,7 +185,7 @@ def _store(
 ) -> tuple[Origin, MemoryMappedTable | None]:
     """Plan documents, write the plan to disk, with the rows if they are not lazy, and return what was written."""
     plan, splits = packing.plan(columns)
-    facts = changes_of(columns, plan, splits, repr(packing.strategy))
+    facts = changes_of(columns, plan, splits, repr(packing.strategy), packing.keep_first_labels)
     if facts["labels_left"]:
         facts["labels_left"].check_some_left("strategy", packing.strategy)
     first_labels = None
@@ -189,7 +193,7 @@ def _store(
         if not lazy:
             facts["trained_tokens"], first_labels = _write_rows(packing, columns, plan, unfinished / ROWS)
         elif facts["loss_masks"]:
-            facts["trained_tokens"] = count_labels(columns, plan.segments)
+            facts["trained_tokens"] = count_labels(columns, plan.segments, packing.keep_first_labels)
         origin = Origin(plan, facts, first_labels)
         origin.save(unfinished)
         # opened here, since another process that packs the same may replace the folder as soon as it is in its place

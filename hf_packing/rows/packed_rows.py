@@ -35,7 +35,9 @@ class Rows(NamedTuple):
     """The number of tokens that are trained on; in a row of trees, once for each document that trains on a token."""
 
 
-def pack_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, position_ids: bool) -> Rows:
+def pack_rows(
+    columns: TokenColumns, plan: PackingPlan, packs: IntArray, position_ids: bool, keep_first_labels: bool
+) -> Rows:
     """Build some of a plan's packs, and return one packed row for each.
 
     Loss masks are applied to the labels, and are not columns of packed rows.
@@ -45,6 +47,7 @@ def pack_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, positio
         plan: the plan, which assigns slices of documents to packs.
         packs: integers [rows]: numbers of packs, in any order.
         position_ids: whether packed rows get a column `position_ids`.
+        keep_first_labels: whether the first token of a segment keeps its label.
     """
     segments, sizes = indices_in_groups(plan.pack_offsets, packs)
     pieces = plan.segments.take(segments)
@@ -56,7 +59,8 @@ def pack_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, positio
     labels = input_ids.copy() if given is None else given
     begin = offsets_of(length)[:-1]
     first_labels = None if given is None else labels[begin]
-    labels[begin] = IGNORED_LABEL
+    if not keep_first_labels:
+        labels[begin] = IGNORED_LABEL
     of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
     if position_ids:
         of_tokens[POSITION_IDS] = positions_of(length)

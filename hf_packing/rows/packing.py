@@ -31,19 +31,28 @@ class Packing:
     """Whether packed rows have a column `position_ids`."""
     fewest_shared: int | None = None
     """The fewest tokens of a prefix that documents share; None to share no prefixes."""
+    keep_first_labels: bool = False
+    """Whether the first token of a segment keeps its label."""
 
     @classmethod
-    def of(cls, strategy: Any, position_ids: bool = True, share_prefixes: Any = False) -> "Packing":
+    def of(
+        cls, strategy: Any, position_ids: bool = True, share_prefixes: Any = False, keep_first_labels: bool = False
+    ) -> "Packing":
         """Check the arguments of `pack`, and return the Packing that they describe.
 
         Raises:
             PackingError: `strategy` is no strategy, `share_prefixes` is neither a bool nor an integer of at least 1, or
-                the strategy cannot pack trees.
+                the strategy cannot pack trees, or these would keep first labels.
         """
         strategy, fewest_shared = check_strategy(strategy), check_fewest_shared(share_prefixes)
         if fewest_shared is not None:
             strategy.check_packs_trees()
-        return cls(strategy, position_ids, fewest_shared)
+            if keep_first_labels:
+                raise PackingError(
+                    "keep_first_labels: expected False with share_prefixes, got True; trees are for models that "
+                    "predict the next token"
+                )
+        return cls(strategy, position_ids, fewest_shared, keep_first_labels)
 
     def check_names(self, names: Collection[str]) -> None:
         """Raise PackingError if documents have a column whose name the rows need for something else."""
@@ -75,7 +84,7 @@ class Packing:
             packs: integers [rows]: numbers of packs, in any order.
         """
         if self.fewest_shared is None:
-            rows = pack_rows(columns, plan, packs, self.position_ids)
+            rows = pack_rows(columns, plan, packs, self.position_ids, self.keep_first_labels)
         else:
             rows = tree_rows(columns, plan, packs)
         if self.strategy.has_buckets:

@@ -148,10 +148,10 @@ class Strategy(_Arguments, ABC):
         """Return the strategy with a seed of its own for a purpose, such as a window of a stream, if it has a seed."""
         return self if self.seed is None else replace(self, seed=derive_seed(self.seed, purpose))  # type: ignore[call-arg]
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, *, keep_first_labels: bool = False) -> Any:
         from hf_packing.rows.map_batch import pack_batch
 
-        return pack_batch(batch, self)
+        return pack_batch(batch, self, keep_first_labels)
 
 
 @dataclass(frozen=True)

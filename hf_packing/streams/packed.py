@@ -125,7 +125,7 @@ class StreamPacking:
                 f"those from document {counts['documents']} on"
             ) from error
         plan = planned.plan
-        if (labels := labels_left(columns, plan)) is not None:
+        if (labels := labels_left(columns, plan, self.packing.keep_first_labels)) is not None:
             counts["lost_labels"] += labels.documents - labels.left
             if not window["number"]:
                 labels.check_some_left("strategy", self.strategy)

@@ -180,15 +180,17 @@ def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
         model: a patched model.
 
     Raises:
-        PackingError: in the rows, every label is the input token at the same position.
+        PackingError: in the rows, every label is the input token at the same position, or first tokens have lost their
+            labels.
     """
     inner, names = inner_model(model), (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
     if source.shares_prefixes or not sees_labels(inner):
         return
     read = [{name: np.asarray(row[name]) for name in names if name in row} for row in source.first_rows(_ROWS_READ)]
     if read := [row for row in read if len(row[INPUT_IDS])]:
-        batch = PackingCollator(keep_first_labels=True)(read)
+        batch = PackingCollator()(read)
         refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
+        PackingCollator(keep_first_labels=True)(read)  # which raises an error where these are lost
 
 
 def masks_tokens(collator: Any) -> bool:

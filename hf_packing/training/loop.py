@@ -29,7 +29,7 @@ from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import LoopSteps, PackedLoader
 from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
-from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
+from hf_packing.training.model_loss import WholeStep, check_first_labels, collator_for, own_loss_of
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import save_with
@@ -260,8 +260,9 @@ def compute_loss(model: nn.Module, batch: Batch, *, loss: Loss | None = None, nu
         PackingError: the batch has no labels or borders; the model is not patched, or returns no loss; its loss is not
             computed from one cross-entropy of its logits, for "sequence" or a batch of trees; an argument is given that
             a batch of prepare_dataloader already has; num_items_in_batch is None on several ranks or, raised by
-            backward(), while the model has gradients of an earlier batch; in training, the labels of a masked language
-            model only repeat the input tokens; or the model is a masked language model, and the batch is one of trees.
+            backward(), while the model has gradients of an earlier batch; the labels of a masked language model lack
+            those of first tokens or, in training, only repeat the input tokens; or the model is a masked language
+            model, and the batch is one of trees.
 
     Example:
         >>> import hf_packing as hfp, torch, transformers
@@ -275,6 +276,7 @@ def compute_loss(model: nn.Module, batch: Batch, *, loss: Loss | None = None, nu
     """
     check_keys(batch)
     check_patched(model)
+    check_first_labels(model, batch)
     step = WholeStep.of(model, batch, check_choice("loss", loss or "token", Loss))
     items = _items_of_step(batch, loss, num_items_in_batch)
     result = step.run(model)[0] * step.share_of(items)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -30,8 +31,8 @@ from hf_packing.attention import (
     small_copy_of,
     takes_argument,
 )
-from hf_packing.batch.collate import PackingCollator, is_tree_batch
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.batch.collate import PackingCollator, is_tree_batch, refuse_lost_first_labels
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import (
@@ -135,6 +136,8 @@ class OwnLoss(NamedTuple):
     """True if the logits of a token predict the next token; False if they predict the token itself."""
     is_divided: bool
     """True if the loss depends on num_items_in_batch."""
+    of_tokens: bool
+    """True if the logits are those of a vocabulary; False for a classifier of tokens."""
 
 
 _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]" = weakref.WeakKeyDictionary()
@@ -142,7 +145,14 @@ _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]"
 
 
 def own_loss_of(model: nn.Module) -> OwnLoss | None:
-    """Return how a model computes its own loss; None if it returns no loss of its logits, or if this is not known."""
+    """Return how a language model computes its own loss; None if it returns no loss of its logits, or if this is not
+    known."""
+    found = _asked_before(model)
+    return found if found is not None and found.of_tokens else None
+
+
+def _asked_before(model: nn.Module) -> OwnLoss | None:
+    """Return how a model computes its own loss of the logits of tokens, if it does and this is known."""
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in _KNOWN or _KNOWN[inner][0] is not function:
@@ -150,6 +160,22 @@ def own_loss_of(model: nn.Module) -> OwnLoss | None:
         with suppress(Exception):  # a model may raise anything
             _KNOWN[inner] = function, _ask(model)
     return _KNOWN[inner][1]
+
+
+_CHECKED: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+"""The models of whose batches one was checked by `check_first_labels`."""
+
+
+def check_first_labels(model: nn.Module, batch: Batch) -> None:
+    """Raise PackingError if a model does not predict the next token, but its first batch lacks the labels of first
+    tokens."""
+    inner = inner_model(model)
+    if inner in _CHECKED or is_tree_batch(batch) or part_of_row(batch):
+        return
+    _CHECKED.add(inner)
+    if (known := _asked_before(model)) is not None and not known.predicts_next:
+        ids, labels, borders = (batch[name].flatten().cpu().numpy() for name in (INPUT_IDS, LABELS, CU_SEQ_LENS[0]))
+        refuse_lost_first_labels(ids, labels, borders[:-1][np.diff(borders) > 1])
 
 
 def predicts_next(model: nn.Module) -> bool:
@@ -236,13 +262,12 @@ def _ask_about(model: PreTrainedModel, tokens: int) -> OwnLoss | None:
     with in_mode(model, training=False, probed=True), restored_random_state(device), torch.enable_grad():
         model.get_input_embeddings().register_forward_hook(_with_gradients)
         outputs, others = run(1), run(2)
-    # logits of other things than tokens; padding of the vocabulary may be cut off
-    if 2 * outputs.logits.shape[-1] <= int(batch[INPUT_IDS].max()):
-        return None
     (gradient,) = torch.autograd.grad(outputs.loss, outputs.logits)
     predictor = int(gradient[0].abs().amax(-1).argmax())
     is_divided = bool((others.loss - outputs.loss).abs() > _MUCH * outputs.loss.abs())
-    return OwnLoss(predictor < _LABELED, is_divided) if predictor in (_LABELED - 1, _LABELED) else None
+    # padding of the vocabulary may be cut off
+    of_tokens = 2 * outputs.logits.shape[-1] > int(batch[INPUT_IDS].max())
+    return OwnLoss(predictor < _LABELED, is_divided, of_tokens) if predictor in (_LABELED - 1, _LABELED) else None
 
 
 def _with_gradients(_: nn.Module, __: Any, embeddings: Any) -> Any:

@@ -190,7 +190,7 @@ def _of_documents(
         max_documents=batching.max_documents,
         seed=batching.seed,
     )
-    packing = Packing.of(strategy, position_ids=False, share_prefixes=batching.share_prefixes)
+    packing = Packing.of(strategy, False, batching.share_prefixes, keep_first_labels=not batching.share_prefixes)
     packing.check_names(source.names)
     linear_cost = batching.usual_linear_cost if batching.balance == "attention" else None
     of_windows = StreamPacking(packing, WINDOW_PACKS, source.schema, linear_cost)
