@@ -28,7 +28,7 @@ STRATEGIES = {"best_fit": hfp.BestFit, "optimal": hfp.Optimal, "multipack": hfp.
 TRAIN_ON = ("assistant", "completion", "all")
 WITHOUT_EFFECT = (
     *("per_device_train_batch_size", "dataloader_drop_last", "length_column_name", "shuffle_dataset", "dataset_kwargs"),
-    *("max_length", "truncation_mode", "packing", "packing_strategy", "padding_free", "pad_to_multiple_of"),
+    *("truncation_mode", "packing", "packing_strategy", "padding_free", "pad_to_multiple_of"),
 )
 """Flags about what this recipe decides: which rows share a batch, and how long rows are."""
 
@@ -42,7 +42,7 @@ class Arguments:
     train_on: str | None = flag(
         None, "default: the assistant's turns of chats, completions of prompts, all of texts", choices=[*TRAIN_ON]
     )
-    max_tokens: int = flag(4096, "tokens of a micro-batch in training, on each process; longer documents are split")
+    max_tokens: int = flag(4096, "tokens of a micro-batch, on each process; longer documents are split, or cut at --max_length")
     strategy: str = flag(
         "none", "how to pack once, before training; none: anew every epoch", choices=["none", *STRATEGIES]
     )
@@ -76,11 +76,15 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
         seed = args.seed if args.data_seed is None else args.data_seed
         rows = documents
         if given.strategy != "none":
+            if args.max_length is not None:
+                raise ValueError(f"--max_length: expected none with --strategy, got {args.max_length}")
             strategy = STRATEGIES[given.strategy](given.max_tokens, seed=seed)
             rows = hfp.pack(documents, strategy, share_prefixes=share)
     share = share and rows is documents
     how = {"share_prefixes": share, "max_ranks_per_document": given.max_ranks_per_document, "seed": seed}
-    batching = hfp.TokenBudget(given.max_tokens, overflow="split", **how)
+    overflow = "split" if args.max_length is None else "truncate"  # as TRL does
+    batching = hfp.TokenBudget(given.max_tokens, max_length=args.max_length, overflow=overflow, **how)
+    args.max_length = None  # TRL counts nothing
 
     of_model = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
     args.model_init_kwargs = {"dtype": model.dtype, **of_model, **(args.model_init_kwargs or {})}

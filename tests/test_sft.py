@@ -85,6 +85,17 @@ def test_tokens_and_packed_rows_are_trained_on_as_they_are(train, tmp_path):
             train("--per_turn", "True", data=tmp_path / name, output=tmp_path / f"{name}-turns")
 
 
+def test_documents_are_cut_at_max_length(train, tmp_path):
+    trainer = train("--max_length", 30, steps=1)
+    lengths = [len(row) for row in trainer.train_dataset["input_ids"]]
+    batches = list(trainer.get_train_dataloader())
+    assert max(lengths) > 30
+    assert max(int(batch["max_length_q"]) for batch in batches) == 30
+    assert sum(batch["input_ids"].numel() for batch in batches) == sum(min(length, 30) for length in lengths)
+    with pytest.raises(ValueError, match="--max_length: expected none with --strategy, got 30"):
+        train("--max_length", 30, "--strategy", "best_fit", output=tmp_path / "other")
+
+
 @pytest.mark.parametrize("name", sft.WITHOUT_EFFECT)
 def test_flags_without_effect_are_refused(train, name):
     value = {"dataset_kwargs": '{"a": 1}', "length_column_name": "n", "truncation_mode": "keep_end"}.get(name, "3")

@@ -24,9 +24,9 @@ from hf_packing.checks import (
     set_fields,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import BoolArray, IntArray, Pieces, sums_of
+from hf_packing.planning.lengths import BoolArray, IntArray, Overflow, Pieces, cut_to_pieces, sums_of
 from hf_packing.planning.permutation import derive_seed
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
 SampledRow = tuple[int, bool]
 """A pair: a row number, and True if the row is a copy with masked labels."""
@@ -161,6 +161,22 @@ def keep_rows(sizes: RowSizes, keep: BoolArray) -> FittedRows:
         keep: bool [rows]: True for each row to keep.
     """
     return FittedRows(sizes, None, np.flatnonzero(keep), np.flatnonzero(~keep), int(sizes.tokens[~keep].sum()))
+
+
+def cut_rows(sizes: RowSizes, max_length: int, overflow: Overflow) -> FittedRows:
+    """Return FittedRows of documents, of which those with more than max_length tokens are treated as `overflow` says.
+
+    Raises:
+        PackingError: `overflow` is "error", and a document has more tokens.
+    """
+    pieces = cut_to_pieces(sizes.tokens, max_length, overflow)
+    return FittedRows(
+        sizes=sizes_of_documents(pieces.length),
+        pieces=pieces,
+        kept=np.arange(len(pieces.length)),
+        left_out=np.setdiff1d(np.arange(len(sizes)), pieces.document),
+        lost_tokens=int(sizes.tokens.sum() - pieces.length.sum()),
+    )
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 
 from hf_packing.checks import check_optional_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, keep_rows
+from hf_packing.planning.lengths import IntArray, Overflow, offsets_of
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, cut_rows, keep_rows
 from hf_packing.sampling.sizes import RowSizes
 
 
@@ -27,9 +27,12 @@ class InOrder(Batching):
             micro-batch.
         max_documents: the most documents in a micro-batch; None for no limit.
         ranks: number of consecutive ranks that run a micro-batch together.
+        max_length: the most tokens that a document may have; None for no limit, and for packed rows.
+        overflow: treatment of documents with more tokens.
 
     Raises:
-        PackingError: a row alone is above a limit, without rows_per_batch.
+        PackingError: a row alone is above a limit, without rows_per_batch; or a document has more than max_length
+            tokens, and `overflow` is "error".
 
     Example:
         >>> import numpy as np
@@ -47,6 +50,8 @@ class InOrder(Batching):
     rows_per_batch: int | None = None
     max_tokens: int | None = field(default=None, kw_only=True)
     ranks: int = field(default=1, kw_only=True)
+    max_length: int | None = field(default=None, kw_only=True)
+    overflow: Overflow = field(default="error", kw_only=True)
 
     @property
     def ranks_per_block(self) -> int:
@@ -73,6 +78,8 @@ class InOrder(Batching):
         return [(name, unit, has, most) for name, unit, has, most in limits if most is not None]
 
     def fit(self, sizes: RowSizes) -> FittedRows:
+        if self.max_length is not None and not sizes.packed:
+            return cut_rows(sizes, self.max_length, self.overflow)
         for name, unit, has, most in self._limits(sizes) if self.rows_per_batch is None else ():
             if (has > most).any():
                 row = int((has > most).argmax())

@@ -240,6 +240,7 @@ class TreesOfDocuments(DocumentRows):
         overflow: Overflow,
         unread: Sequence[str] = (),
         more: Sequence[str] = (),
+        max_length: int | None = None,
     ) -> "TreesOfDocuments":
         """Find the trees of a dataset. Trees that are too large are cut where the fewest tokens are repeated.
 
@@ -247,9 +248,10 @@ class TreesOfDocuments(DocumentRows):
             dataset: the dataset.
             max_tokens: the most tokens of a tree.
             fewest_shared: the fewest tokens that documents share.
-            overflow: treatment of documents with more than max_tokens tokens.
+            overflow: treatment of documents with more than max_length tokens.
             unread: names of columns that are not read.
             more: names of further columns to read, which are passed on. Documents share no token whose values differ.
+            max_length: the most tokens of a document; None for those of a tree.
 
         Raises:
             PackingError: the dataset is not a Dataset of documents, or a document is too long and overflow is "error".
@@ -261,7 +263,7 @@ class TreesOfDocuments(DocumentRows):
         names = {*_READ, *more}.difference(unread)
         columns = {name: column for name, column in token_columns_of(dataset).items() if name in names}
         lengths = check_lengths(columns[INPUT_IDS].length)
-        pieces = cut_to_pieces(lengths, max_tokens, overflow)
+        pieces = cut_to_pieces(lengths, max_length or max_tokens, overflow)
         forest = cut_large_trees(find_trees(columns, pieces, fewest_shared).forest, max_tokens)
         segments = pieces.take(forest.order)
         plan = PackingPlan(

@@ -17,9 +17,9 @@ from hf_packing.checks import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
+from hf_packing.planning.lengths import IntArray, Overflow
 from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, keep_rows
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, cut_rows, keep_rows
 from hf_packing.sampling.fill import (
     Limits,
     fewest_micro_batches,
@@ -31,7 +31,7 @@ from hf_packing.sampling.fill import (
     redistribute_rows,
     sum_rows,
 )
-from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
+from hf_packing.sampling.sizes import RowSizes
 from hf_packing.trees.forest import check_fewest_shared
 
 Balance = Literal["attention", "tokens"]
@@ -70,6 +70,8 @@ class TokenBudget(Batching):
 
     Args:
         max_tokens: the most tokens that a micro-batch may have; on each rank, if documents are on several.
+        max_length: the most tokens that a document may have, in evaluations too; None for as many as a micro-batch has
+            in training, and for no limit in evaluations. Not for packed rows.
         max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row,
             and every piece of a split document, counts as a document.
         max_patches: the most patches of pictures that a micro-batch may have, for models of texts and pictures; None
@@ -84,8 +86,9 @@ class TokenBudget(Batching):
         length_schedule: a LengthSchedule, which cuts documents by extra borders to a length that grows with the
             optimizer steps; None to keep documents whole. Micro-batches are planned as if documents were whole. Each
             piece counts as a document, also for loss="sequence". Evaluation does not cut.
-        overflow: treatment of a row with more than max_tokens * max_ranks_per_document tokens, or max_documents
-            documents: "error" or "drop"; for documents also "split" or "truncate".
+        overflow: treatment of a document with more than max_length tokens, and of a row with more than max_tokens *
+            max_ranks_per_document tokens, or max_documents documents: "error" or "drop"; for documents also "split" or
+            "truncate".
         max_ranks_per_document: the most ranks that one document may be on, for documents of up to max_tokens *
             max_ranks_per_document tokens. It has to divide the number of ranks. 1 keeps every document on one rank. Not
             with max_documents, max_patches, share_prefixes or length_schedule, and not for streams, rows of trees or
@@ -119,6 +122,7 @@ class TokenBudget(Batching):
     """
 
     max_tokens: int
+    max_length: int | None = field(default=None, kw_only=True)
     max_patches: int | None = field(default=None, kw_only=True)
     balance: Balance = field(default="attention", kw_only=True)
     linear_cost: float | None = field(default=None, kw_only=True)
@@ -160,12 +164,18 @@ class TokenBudget(Batching):
             self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
         most = INT32_MAX // self.max_tokens
         ranks = check_whole_number("max_ranks_per_document", self.max_ranks_per_document, maximum=most)
-        set_fields(self, max_ranks_per_document=ranks)
+        longest = check_optional_number("max_length", self.max_length, maximum=ranks * self.most_tokens)
+        set_fields(self, max_ranks_per_document=ranks, max_length=longest)
         if ranks > 1:
             refuse_alignment(self, f"with max_ranks_per_document={ranks}")
             for name in ("max_documents", "max_patches", "share_prefixes", "length_schedule"):
                 if (value := getattr(self, name)) not in (None, False):
                     raise PackingError(f"max_ranks_per_document: expected 1 with {name}={value}, got {ranks}")
+
+    @property
+    def longest_document(self) -> int:
+        """The most tokens that a document may have in training."""
+        return self.max_length or self.max_ranks_per_document * self.most_tokens
 
     @property
     def fewest_shared(self) -> int | None:
@@ -193,24 +203,30 @@ class TokenBudget(Batching):
         ranks = self.max_ranks_per_document
         if ranks > 1 and sizes.trees is not None:
             raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")
+        if self.max_length is not None and sizes.packed and self.fewest_shared is None:
+            raise PackingError(
+                f"max_length: expected None for packed rows, whose documents are not cut, got {self.max_length}; cut "
+                "documents when they are packed, with the max_length of the strategy"
+            )
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
         how = f" in multiples of {self.align_tokens}" if self.align_tokens > 1 else ""
         for unit, (has, most) in self._limited(sizes).items():
+            name, holder = f"max_{unit}", "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
+            if unit == "tokens" and self.max_length is not None and not sizes.packed:
+                name, holder, most = "max_length", "a document", self.max_length
             large = np.flatnonzero(has > most)
             if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
                 is_document = unit == "tokens" and not sizes.packed
                 remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
-                holder = "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
                 raise PackingError(
-                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
+                    f"{name}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
                     f"{how if unit == 'tokens' else ''} (rows with too many: {len(large)} in all); {remedy}, or use "
                     "overflow='drop'"
                 )
             fits[large] = False
-        longest = ranks * self.most_tokens
-        is_cut = cuts and (sizes.tokens > longest).any()
-        fitted = _cut_rows(sizes, longest, self.overflow) if is_cut else keep_rows(sizes, fits)
+        is_cut = cuts and (sizes.tokens > self.longest_document).any()
+        fitted = cut_rows(sizes, self.longest_document, self.overflow) if is_cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
     def lay_out(self, lengths: IntArray) -> RankLayout:
@@ -322,18 +338,6 @@ class TokenBudget(Batching):
     def usual_linear_cost(self) -> float:
         """The linear_cost; a typical value if it is None."""
         return LINEAR_COST if self.linear_cost is None else self.linear_cost
-
-
-def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:
-    """Return documents cut into pieces of at most max_tokens tokens."""
-    pieces = cut_to_pieces(sizes.tokens, max_tokens, overflow)
-    return FittedRows(
-        sizes=sizes_of_documents(pieces.length),
-        pieces=pieces,
-        kept=np.arange(len(pieces.length)),
-        left_out=np.setdiff1d(np.arange(len(sizes)), pieces.document),
-        lost_tokens=int(sizes.tokens.sum() - pieces.length.sum()),
-    )
 
 
 def with_linear_cost(batching: Batching, config: Any) -> Batching:

@@ -237,8 +237,9 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             f"batching: expected a TokenBudget for {kind} with {model}, whose rows stay whole, got "
             f"{type(batching).__name__}; or None, to keep the trainer's batches and take out their padding"
         )
-    if batching.length_schedule is not None:
-        raise PackingError(f"length_schedule: expected None for whole rows, got {batching.length_schedule}")
+    for name in ("length_schedule", "max_length"):
+        if (value := getattr(batching, name)) is not None:
+            raise PackingError(f"{name}: expected None for whole rows, got {value}")
     if loss_unit not in (None, *UNITS):
         raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
     if found := _SORTING.intersection(getattr(trainer, "loss_types", ())):

@@ -227,8 +227,8 @@ def refuse_cut_documents(trainer: Trainer, name: str, dataset: Any) -> None:
     if found:
         raise PackingError(
             f"max_length: expected SFTConfig(max_length=None), got {limit}. SFTTrainer cuts longer documents before "
-            f"attach can count what is lost, and {found}. To cut documents, pass overflow='truncate' to TokenBudget, "
-            "which counts the tokens"
+            f"attach can count what is lost, and {found}. To cut documents, pass max_length={limit} and "
+            "overflow='truncate' to TokenBudget, which counts the tokens"
         )
 
 

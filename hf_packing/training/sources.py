@@ -259,9 +259,8 @@ def open_source(
     assert plans is not None
     if plans.fewest_shared is not None:
         assert isinstance(plans, TokenBudget)
-        dataset = TreesOfDocuments.find(
-            dataset, plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more
-        )
+        how = plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more, plans.max_length
+        dataset = TreesOfDocuments.find(dataset, *how)
     sizes = sizes_of(dataset)
     planned_from.note_data(name, dataset, sizes)
     planned_from.note_settings(data_collator=reading.masking)

@@ -218,6 +218,8 @@ class AttachedPacks(Attached):
         in_order = InOrder(rows, max_tokens=self.batching.most_tokens, ranks=ranks)
         if tokens is not None and max_segments is not None:
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
+        if isinstance(self.batching, TokenBudget):
+            in_order = replace(in_order, max_length=self.batching.max_length, overflow=self.batching.overflow)
         source = open_source(
             name, dataset, self.batching, trainer.accelerator, self.reading, planned_from, in_order=in_order
         )

@@ -79,8 +79,8 @@ def training_stream(
     Args:
         name: the name of the stream in error messages.
         stream: a stream that `pack` has divided into logical streams, or a stream of documents.
-        batching: a TokenBudget. Documents are packed into rows of at most max_tokens tokens. Packed rows are joined to
-            micro-batches of at most max_tokens tokens. None for an evaluation on a packed stream.
+        batching: a TokenBudget. Documents are packed into rows of at most max_length tokens, or max_tokens. Rows are
+            joined to micro-batches of at most max_tokens tokens. None for an evaluation on a packed stream.
         ranks: number of ranks.
         unread: names of columns of documents that are not read.
         in_order: how many rows an evaluation has in a micro-batch; None for training.
@@ -185,7 +185,7 @@ def _of_documents(
         raise PackingError(f"max_patches: expected None for a stream of text, got {batching.max_patches}")
     source = open_source(name, stream, unread)
     strategy = BestFit(
-        batching.most_tokens,
+        batching.longest_document,
         overflow=batching.overflow,
         max_documents=batching.max_documents,
         seed=batching.seed,
@@ -196,7 +196,8 @@ def _of_documents(
     of_windows = StreamPacking(packing, WINDOW_PACKS, source.schema, linear_cost)
     streams = 1 << min(int(source.examples.num_shards), _MOST_STREAMS).bit_length() - 1
     check_shares(source.examples, streams)
-    return PackedExamples(source.examples, of_windows, streams), 1, batching.most_tokens
+    rows = batching.most_tokens // batching.longest_document
+    return PackedExamples(source.examples, of_windows, streams), rows, batching.most_tokens
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,9 @@ def test_what_meets_is_new_in_every_epoch(documents, rng):
 @pytest.mark.parametrize(
     ("overflow", "kept", "lost"), [("drop", [3, 2], 9), ("truncate", [3, 2, 4], 5), ("split", [3, 2, 4, 4, 1], 0)]
 )
-def test_overflow(overflow, kept, lost):
-    budget = hfp.TokenBudget(4, overflow=overflow)
+@pytest.mark.parametrize("limits", [{"max_tokens": 4}, {"max_tokens": 9, "max_length": 4}])
+def test_overflow(overflow, kept, lost, limits):
+    budget = hfp.TokenBudget(**limits, overflow=overflow)
     sizes = sizes_of_documents(np.array([3, 9, 2, 0]))
     rows = budget.fit(sizes)
     assert sorted(rows.sizes.tokens[rows.kept]) == sorted(kept)

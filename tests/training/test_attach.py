@@ -4,6 +4,7 @@ import copy
 import pickle
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import datasets
@@ -695,3 +696,58 @@ def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
     trainer.train()
     assert trainer.seen == accumulation
     assert largest_difference(seen.gradients, gradients_of(alone)) <= 1e-7
+
+
+def cut(data, length, overflow):
+    """Documents, cut by hand."""
+    rows = []
+    for row in data:
+        pieces = range(0, len(row["input_ids"]), length) if overflow == "split" else [0]
+        rows += [{name: values[first : first + length] for name, values in row.items()} for first in pieces]
+    return datasets.Dataset.from_list(rows)
+
+
+def segments_in(loader):
+    return sorted(
+        tuple(batch["input_ids"][0, first:end].tolist())
+        for batch in loader
+        for first, end in pairwise(batch["cu_seq_lens_q"].tolist())
+    )
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "split"])
+@pytest.mark.parametrize("kind", ["dataset", "stream", "shared prefixes"])
+def test_documents_are_shorter_than_micro_batches(tmp_path, overflow, kind):
+    data, more = documents(45), {"share_prefixes": 4} if kind == "shared prefixes" else {}
+    budget = hfp.TokenBudget(64, max_length=20, overflow=overflow, **more)
+    given = data.to_iterable_dataset() if kind == "stream" else data
+    model = patched("Llama", torch.float64)
+    trainer = attached(tmp_path, budget, model=model, data=given)
+    wanted = cut(data, 20, overflow)
+    if kind == "dataset":
+        assert segments_in(trainer.get_train_dataloader()) == sorted(map(tuple, wanted["input_ids"]))
+        batches = [batch["input_ids"].numel() for batch in trainer.get_train_dataloader()]
+        assert 20 < max(batches) <= 64
+    if kind == "stream":
+        batches = list(islice(trainer.get_train_dataloader(), 3))
+        assert all(int(batch["max_length_q"]) <= 20 < batch["input_ids"].numel() <= 64 for batch in batches)
+    if kind == "shared prefixes":
+        assert trainer.attached.source.sampler.sizes.trees.raw_tokens == sum(map(len, wanted["input_ids"]))
+    by_hand = hfp.evaluation_loss(Accelerator(cpu=True), model, wanted)
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(by_hand, rel=1e-6)
+    assert by_hand != pytest.approx(hfp.evaluation_loss(Accelerator(cpu=True), model, data), rel=1e-3)
+
+
+def test_documents_are_cut_where_trl_cuts_them(tmp_path):
+    """packing=True with a max_length and a batch of 2, in training and evaluation."""
+    data = documents(45).select_columns("input_ids")
+    model, packed = build("Llama"), {"packing": True, "max_length": 16, "padding_free": True}
+    rows = trainer_of(tmp_path, SFTTrainer, model, data, **packed).train_dataset
+    cut_by_trl = sorted(
+        tuple(row["input_ids"][first:end])
+        for row in rows
+        for first, end in pairwise(np.cumsum([0, *row["seq_lengths"]]).tolist())
+    )
+    budget = hfp.TokenBudget(2 * 16, max_length=16, overflow="truncate")
+    trainer = attached(tmp_path, budget, kind=SFTTrainer, model=model, data=data)
+    assert segments_in(trainer.get_train_dataloader()) == segments_in(trainer.get_eval_dataloader(data)) == cut_by_trl
