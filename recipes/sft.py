@@ -42,7 +42,7 @@ class Arguments:
     train_on: str | None = flag(
         None, "default: the assistant's turns of chats, completions of prompts, all of texts", choices=[*TRAIN_ON]
     )
-    max_tokens: int = flag(4096, "tokens of a micro-batch, on each process; longer documents are split, or cut at --max_length")
+    max_tokens: int = flag(4096, "tokens of a micro-batch, on each process; longer documents are split")
     strategy: str = flag(
         "none", "how to pack once, before training; none: anew every epoch", choices=["none", *STRATEGIES]
     )
