@@ -18,6 +18,7 @@ import pytest
 import torch
 from datasets import Dataset
 from processes import run_script
+from tiers import fast_only, rarely
 
 import hf_packing as hfp
 
@@ -59,8 +60,14 @@ TOY = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", TOY)
+RARELY = {
+    *("head.py", "two_ranks.py", "score_trees.py", "first_batch.py", "shapes.py", "lockstep.py", "by_segment.py"),
+    *("patching.py", "padded_batches.py"),
+}
+"""Those that start many processes or patch many models run in the survey."""
+
+
+@pytest.mark.parametrize("script", [*fast_only(each for each in TOY if each not in RARELY), *rarely(sorted(RARELY))])
 def test_runs(script):
     flags, expected = TOY[script]
     done = run_script(BENCHMARKS / script, *shlex.split(flags))

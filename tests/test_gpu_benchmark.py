@@ -262,7 +262,7 @@ def test_a_reference_that_did_not_run_is_replaced(result):
     assert "times as fast as hf_packing" in page(result)
 
 
-@pytest.mark.slow
+@pytest.mark.survey
 def test_dry_run(tmp_path):
     done = run_script(BENCHMARKS / "gpu.py", "--dry-run", "--minutes", 30, "--out", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from forms import FORMS, alone, check, check_gradients, gradients_of, outputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_inputs import CHOICE, QUESTION, SEQUENCE, TOKEN, documents
-from tiers import fast_only
+from tiers import fast_only, rarely
 from tiny_models import SUPPORTED, build, enable_checkpointing
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -132,7 +132,16 @@ def kind_of(name):
     return name[1] if isinstance(name, tuple) else "causal"
 
 
-@pytest.mark.parametrize(("name", "form"), fast_only(CASES, *FAST))
+def in_tiers(cases):
+    """Each model has one form of several rows, and one of padding, in `make test-all`, and the others in the survey."""
+    turns = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in cases))}
+    forms = [["two packed rows", "a fixed shape"], ["right", "left", "both"]]
+    rare = [(name, each) for name, turn in turns.items() for of in forms for each in of if each != of[turn % len(of)]]
+    rare = [case for case in rare if case in cases and case not in FAST]
+    return [*fast_only([case for case in cases if case not in rare], *FAST), *rarely(rare)]
+
+
+@pytest.mark.parametrize(("name", "form"), in_tiers(CASES))
 def test_documents_are_as_alone(name, form):
     stock, model = stock_and_patched(name, form)
     model.train(form != "no padding")  # in training mode, something has to tell of documents

@@ -10,6 +10,7 @@ import torch.nn.attention.flex_attention as of_torch
 from hypothesis import example, given, settings
 from kernel_stand_ins import LISTS, assert_equal_with_gradients
 from literal_masks import WIDE, Row, borders_of, calls, literal_mask, rows
+from tiers import rarely
 from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex
@@ -159,7 +160,7 @@ COMPILED = [
     reason="torch compiles no FlexAttention for processors without vector instructions",
 )
 @pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
-@pytest.mark.parametrize("has_branches", [False, True])
+@pytest.mark.parametrize("has_branches", [*rarely([False]), True])
 def test_compiled_code_fits_rows_of_any_size(monkeypatch, tmp_path, has_branches):
     """torch's CPU code goes through blocks too. Two sizes are compiled, then no size, shape, window or soft cap is.
 

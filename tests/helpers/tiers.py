@@ -1,4 +1,4 @@
-"""Which parameters of a test run always, and which in `make test-all` alone."""
+"""Which parameters of a test run always, which in `make test-all` alone, and which in the survey alone."""
 
 import pytest
 
@@ -11,6 +11,13 @@ def fast_only(values, *fast):
     values = list(values)
     assert all(value in values for value in fast), fast
     return [value if value in fast else slow(*(value if isinstance(value, tuple) else [value])) for value in values]
+
+
+def rarely(values):
+    """Values as parameters of a test that only the survey runs."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.survey) for value in values
+    ]
 
 
 def slow(*value):

@@ -17,7 +17,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from processes import on_ranks
-from tiers import fast_only
+from tiers import fast_only, rarely
 from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
@@ -178,7 +178,24 @@ def assert_agrees(measured):
         assert not disagreements(measured, PAGE)
 
 
-@pytest.mark.parametrize(("kind", "name"), fast_only(SAMPLE, *FAST))
+OFTEN = {
+    "causal": "llama bloom jamba glm_moe_dsa qwen3_next",
+    "masked": "bert mobilebert mra",
+    HEADS[0]: "xlnet canine mobilebert",
+    HEADS[1]: "gpt2 funnel",
+    HEADS[2]: "splinter t5",
+    HEADS[3]: "big_bird",
+    "pictures": "llava qwen2_vl mllama",
+    "trees": "gpt2 mamba deepseek_v4 prophetnet",
+}
+
+
+def in_tiers(sample):
+    often = [each for each in sample if each[1] in OFTEN[each[0]].split()]
+    return [*fast_only(often, *FAST), *rarely(each for each in sample if each not in often)]
+
+
+@pytest.mark.parametrize(("kind", "name"), in_tiers(SAMPLE))
 def test_a_sample_of_the_page(kind, name):
     assert_agrees(MEASURES[kind](name))
 
@@ -221,7 +238,7 @@ def test_rows_on_two_ranks_are_exact_refused_or_wrong(tmp_path):
         assert wrong.gradient > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.survey
 def test_processes_that_end_are_started_anew():
     """No architecture has a list as its name, so it ends the processes."""
     found = measure_all_ranks([("causal", "gpt2"), ("causal", []), ("causal", "bloom")])

@@ -187,7 +187,8 @@ RESUMED = {"documents": 40, "max_tokens": 96, "save_steps": 2}
     ("ranks", "through", "more"),
     [
         *((2, each, {}) for each in THROUGH),
-        *((ranks, each, more) for ranks, more in ((2, TREES), (4, ON_SEVERAL_RANKS)) for each in ("trainer", "loop")),
+        (2, "trainer", TREES),
+        (4, "loop", ON_SEVERAL_RANKS),
     ],
     ids=str,
 )

@@ -162,7 +162,7 @@ def on_one_process(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "ranks", "names"), [(2, 2, FEW), (4, 2, [*RUNS]), (4, 4, [*RUNS])], ids=["2", "4 in 2 blocks", "4"]
+    ("world", "ranks", "names"), [(2, 2, FEW), (4, 2, FEW), (4, 4, [*RUNS])], ids=["2", "4 in 2 blocks", "4"]
 )
 def test_steps_are_those_of_one_process(world, ranks, names, on_one_process, tmp_path):
     on_ranks(train_all, tmp_path, ranks, names, ranks=world)
