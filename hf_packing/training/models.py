@@ -7,14 +7,14 @@ documents of the first batch.
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention import (
@@ -22,6 +22,7 @@ from hf_packing.attention import (
     has_local_weights,
     inner_model,
     input_device,
+    is_patched,
     patch_for_training,
     patch_model,
     predicts_tokens,
@@ -147,6 +148,41 @@ def _reads_tokens(module: nn.Module) -> bool:
     if models:
         return any("input_ids" in inspect.signature(each.forward).parameters for each in models)
     return any(isinstance(each, nn.Embedding) for each in module.modules())
+
+
+def not_patched(names: Sequence[str]) -> str:
+    """Return a text that says which models are not patched, by their classes, and what to do."""
+    return (
+        f"{', '.join(names)} reads packed rows in it, but is not patched, so that documents may read each other: call "
+        "patch_model of this model, or make it an attribute of the trainer or of a callback before attach"
+    )
+
+
+@contextmanager
+def watched_for_unpatched(tokens: Tensor) -> Iterator[list[str]]:
+    """Context manager that yields a list, to which the classes of models of transformers are added that embed the
+    tokens of a packed batch in the block without being patched, whoever holds them."""
+    patched: set[nn.Module] = set()
+    called: list[PreTrainedModel] = []
+    found: list[str] = []
+
+    def look(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if isinstance(module, PreTrainedModel) and module not in patched:
+            if is_patched(module):
+                patched.update(module.modules())
+            else:
+                called.append(module)
+        if not isinstance(module, nn.Embedding) or module in patched or not given:
+            return
+        if isinstance(given[0], Tensor) and given[0].shape == tokens.shape and torch.equal(given[0], tokens):
+            names = [type(each).__name__ for each in called if module in {*each.modules()}]
+            found.extend(name for name in names[:1] if name not in found)  # the outermost model
+
+    hook = nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def _describe(model: PreTrainedModel) -> str:

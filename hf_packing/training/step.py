@@ -100,6 +100,10 @@ class StepCase(ABC):
     def sizes(self, of: Any) -> tuple[int, int, int]:
         """Return the numbers of documents or rows, of their tokens, and of what the loss is a mean of."""
 
+    def unpatched(self) -> str:
+        """Return which models have read the packed batch without being patched; an empty text if there are none."""
+        return ""
+
     def replaced(self, of: Any, document: int) -> Any:  # noqa: ARG002
         """Return what the step is made of with another document; None if this is not known."""
         return None
@@ -130,7 +134,7 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         if on_any_rank(steps.noise > _CHAOS):
             of, note = None, f", whose loss changes by {steps.noise:.0%} with rounding"
         steps = steps._replace(differ=steps.differ and of is not None)
-        problem = steps.describe() if steps.differ else ""
+        problem = steps.describe() if steps.differ else "" if of is not None else case.unpatched()
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
         problem=problem,
@@ -188,6 +192,8 @@ class _Steps(NamedTuple):
                 f"the gradients of {len(found.differ)} of {len(self.unpacked.gradients)} parameters differ, by up to "
                 f"{found.largest:.2g} of their size, the first of them {found.differ[0]}"
             )
+        if unpatched := self.case.unpatched():
+            text.append(unpatched)
         is_additive = self._is_additive()
         if is_additive is False:
             text.append("the packed loss reads across documents: replacing one changes the loss of another")

@@ -46,7 +46,7 @@ from hf_packing.training.losses import (
     trees_of,
 )
 from hf_packing.training.model_loss import WholeStep, predicts_next
-from hf_packing.training.models import models_of, prepared_model
+from hf_packing.training.models import models_of, not_patched, prepared_model
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Source
 from hf_packing.training.step import StepCase, StepReport, prove_step
@@ -215,6 +215,10 @@ class TrainerCase(PackedCase):
         if runner.without_router_losses:
             self.stock.aux_loss_enabled = False
         self.documents = on_all_ranks(lambda _: self._next_documents()) if batch is None else documents_of(batch)
+
+    def unpatched(self) -> str:
+        names = self.trainer.attached.unpatched
+        return not_patched(names) if names else ""
 
     def _next_documents(self) -> list[Document]:
         """Return documents of the next micro-batches, to choose from.

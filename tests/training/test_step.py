@@ -464,6 +464,33 @@ def test_what_differs_is_found(name, tmp_path):
     assert all(each.grad is None for each in trainer.model.parameters())
 
 
+TEACHERS = {"of a closure": teacher_in_closure, "of a class": teacher_of_class, "of a callback": teacher_of_callback}
+
+
+@pytest.mark.parametrize("hold", fast_only(TEACHERS, "of a class"))
+@pytest.mark.parametrize("prove", ["first batch", "model"])
+def test_a_teacher_that_is_not_patched_is_named(hold, prove, tmp_path):
+    """Whoever holds it, also where the step is compared with nothing."""
+    trainer = frozen_copy(tmp_path, TEACHERS[hold])
+    hfp.attach(trainer, BUDGET, prove=prove)
+    with pytest.raises(hfp.PackingError, match="LlamaForCausalLM reads packed rows in it, but is not patched, so that"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_models_that_read_other_tokens_need_no_patch(tmp_path):
+    other = build("GPT2")
+
+    def loss(logits, labels, inputs):
+        other(inputs["input_ids"][:, :5])
+        return plain(logits, labels, inputs)
+
+    trainer = of(with_loss(loss))(tmp_path)
+    hfp.attach(trainer, BUDGET, prove="model")
+    assert len(logged(trainer)) == 2
+    assert trainer.attached.unpatched == []
+
+
 def test_steps_that_rounding_changes_are_not_compared(tmp_path):
     """A fault cannot be told from rounding there. If gradients alone, or the loss alone, show it, it can."""
 
