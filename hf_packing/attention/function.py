@@ -29,6 +29,7 @@ _HARMLESS = frozenset(
         "deterministic",
         "ignore_index",
         "labels",
+        "logits_to_keep",
         "margin",
         "max_length_k",
         "num_items_in_batch",

@@ -207,6 +207,12 @@ def check_map_style(name: str, dataset: Any) -> None:
             f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
             "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
         )
+    if hasattr(dataset, "set_epoch"):
+        raise PackingError(
+            f"{name}: expected a dataset that has the same rows in every epoch, which are planned once, got "
+            f"{type(dataset).__name__} with set_epoch; make one dataset of the rows of all epochs, or train on one for "
+            "each epoch"
+        )
 
 
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:

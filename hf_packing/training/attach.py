@@ -27,7 +27,7 @@ from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
-from hf_packing.training.sources import warn_of_columns_left_out
+from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.trainer import PackedTrainer, StreamTrainer, UnpaddedTrainer, WholeRowTrainer
@@ -140,6 +140,11 @@ def attach(
     """
     if classes_of_trl(type(trainer)):
         refuse_older("trl")
+    if getattr(trainer, "model_init", None) is not None:
+        raise PackingError(
+            "model_init: expected None, since Trainer makes other models when it trains or searches hyperparameters, "
+            "which attach has not patched; pass a model, and build and attach a new trainer for each trial"
+        )
     of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
     of_whole_rows = {"loss_unit": loss_unit}
     if batching is None:
@@ -180,7 +185,7 @@ def attach(
         of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
         state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
-        warn_of_columns_left_out("attach", plain.train_dataset, state.reading.takes)
+        check_columns("attach", plain.train_dataset, state.reading.takes)
         is_stream = isinstance(plain.train_dataset, datasets.IterableDataset)
         return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, own)
 

@@ -33,7 +33,7 @@ from hf_packing.training.model_loss import WholeStep, check_first_labels, collat
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import save_with
-from hf_packing.training.sources import Reading, Source, open_source, warn_of_columns_left_out
+from hf_packing.training.sources import Reading, Source, check_columns, open_source
 from hf_packing.training.step_cases import LoopCase
 from hf_packing.training.streams import StreamLoader
 
@@ -127,7 +127,7 @@ def prepare_dataloader(
             loss=check_choice("loss", loss, Loss),
         )
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
-        warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
+        check_columns("prepare_dataloader", dataset, reading.takes)
         return balanced, source, collator_for(model, *shapes, balanced.align_tokens)
 
     balanced, source, collator = on_all_ranks(plan)

@@ -16,6 +16,8 @@ from itertools import chain, islice
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow as pa
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
@@ -276,8 +278,18 @@ def passed_on(data: Any, takes: Takes) -> list[str]:
     return [name for name in _columns_of_numbers(data) if takes(name)]
 
 
-def warn_of_columns_left_out(who: str, data: Any, takes: Takes) -> None:
-    """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on."""
+def check_columns(who: str, data: Any, takes: Takes) -> None:
+    """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on.
+
+    Raises:
+        PackingError: a column has one number for each document, and the model or the loss takes it.
+    """
+    if found := [name for name in _columns_of_numbers(data, of_documents=True) if takes(name)]:
+        raise PackingError(
+            f"column {found[0]!r}: expected a number for each token, since the model's forward or compute_loss takes "
+            "this column, got one for each document, which has no place in a packed row. Repeat it, as in "
+            f"dataset.map(lambda row: {{{found[0]!r}: [row[{found[0]!r}]] * len(row['input_ids'])}}), or remove it"
+        )
     if left_out := sorted(name for name in _columns_of_numbers(data) if not takes(name)):
         way_out = " To read them in compute_loss, set remove_unused_columns=False" if who == "attach" else ""
         warnings.warn(
@@ -287,14 +299,23 @@ def warn_of_columns_left_out(who: str, data: Any, takes: Takes) -> None:
         )
 
 
-def _columns_of_numbers(data: Any) -> list[str]:
-    """Return the columns with a number for each token that packing does not know."""
+def _columns_of_numbers(data: Any, of_documents: bool = False) -> list[str]:
+    """Return the columns with a number for each token, or for each document, that packing does not know."""
     if isinstance(data, datasets.IterableDataset):
         data = data.features or datasets.Features()
     elif shows_table(data):
         data = datasets.Features({name: data.features[name] for name in visible_columns(data)})
     if isinstance(data, datasets.Features):
-        return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_token_type(each.type)]
+        is_found = _is_number if of_documents else is_token_type
+        return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_found(each.type)]
     row = data[0] if len(data) else {}
     numbers = row if isinstance(row, Mapping) else {}
-    return [name for name in numbers if name not in KNOWN_COLUMNS and numbers_in(row[name]) is not None]
+    found = {name: np.ndim(row[name]) for name in numbers if name not in KNOWN_COLUMNS}
+    if of_documents:
+        return [name for name, axes in found.items() if not axes and np.asarray(row[name]).dtype.kind in "iufb"]
+    return [name for name in found if numbers_in(row[name]) is not None]
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    """Return whether an Arrow type is one of numbers or booleans."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))

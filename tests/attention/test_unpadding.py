@@ -207,3 +207,22 @@ def test_memory_kept_for_the_backward_pass():
 
     stock = tiny_model("llama", SEQUENCE, num_hidden_layers=4).train()
     assert kept(hfp.patch_model(copy.deepcopy(stock))) <= 0.5 * kept(stock)
+
+
+@pytest.mark.parametrize("keep", [4, torch.arange(5, 9)], ids=["int", "tensor"])
+def test_logits_of_some_tokens(keep):
+    """Trainers ask models for a part of the logits, as that of distillation does; attention does not read it."""
+    stock = build("Llama", torch.float64).eval()
+    model = hfp.patch_model(copy.deepcopy(stock), padded=True)
+    ids, mask = torch.randint(3, 90, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4] = mask[2, :2] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        wanted = stock(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep).logits
+        found = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits
+        packed = hfp.PackingCollator()([{"input_ids": row.tolist()} for row in ids])
+        alone = model(**{**packed, "labels": None, "logits_to_keep": torch.tensor([2, 11])}).logits
+    assert found.shape == wanted.shape
+    assert torch.allclose(found[mask[:, 5:] > 0], wanted[mask[:, 5:] > 0], rtol=1e-12)
+    each = [stock(input_ids=ids[row : row + 1]).logits[0, 2] for row in (0, 1)]
+    assert torch.allclose(alone[0], torch.stack(each), rtol=1e-10)

@@ -339,7 +339,28 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *TREES, *WHOLE_ROWS, *STREAMS])
+class InEpochs(list):
+    def set_epoch(self, epoch):
+        self[:] = [{name: [(token + epoch) % 90 for token in ids] for name, ids in row.items()} for row in self]
+
+
+WEIGHTED = DATA.add_column("weight", [float(number) for number in range(45)])
+KEEPING = {"remove_unused_columns": False}
+BESIDE = [
+    ("train_dataset", lambda of: hfp.attach(of(data=InEpochs(DATA)), BUDGET)),
+    ("eval_dataset", lambda of: of.attached().evaluate(InEpochs(DATA))),
+    ("dataset", lambda _: hfp.prepare_dataloader(Accelerator(cpu=True), InEpochs(DATA), BUDGET)),
+    ("dataset", lambda _: hfp.evaluation_loss(Accelerator(cpu=True), patched(), InEpochs(DATA))),
+    ("column 'weight'", lambda of: hfp.attach(of(data=WEIGHTED, **KEEPING), BUDGET)),
+    ("column 'weight'", lambda of: hfp.attach(of(data=[*WEIGHTED], **KEEPING), BUDGET)),
+    ("column 'weight'", lambda of: hfp.attach(of(data=WEIGHTED.to_iterable_dataset(), **KEEPING), BUDGET)),
+    ("column 'weight'", lambda of: hfp.attach(of(OwnLoss, data=WEIGHTED, **KEEPING), BUDGET)),
+    ("model_init", lambda of: hfp.attach(of(on={"model_init": patched}), BUDGET)),
+    ("model_init", lambda of: hfp.attach(of(on={"model_init": patched}), None)),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *TREES, *WHOLE_ROWS, *STREAMS, *BESIDE])
 def test_attach(tmp_path, argument, call):
     trainers = Trainers(tmp_path)
     check_refused(argument, lambda: call(trainers))
