@@ -11,7 +11,9 @@ the tokens. Without --data, the texts are the short and the long functions of th
 
 A run may be stopped at any time, and resumed on another number of processes that divides --rows_per_step and --streams:
 it takes the same steps, and reads no document again but those of the last windows. With --start_length and
---growth_steps, documents are cut to a length that grows with the steps. All other flags are those of TrainingArguments.
+--growth_steps, documents are cut to a length that grows with the steps. With --eval_data, the loss on a file is printed
+at the end. All other flags are those of TrainingArguments: --report_to tensorboard draws the losses, and
+--include_num_input_tokens_seen yes logs the number of tokens so far.
 """
 
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ TOKENIZER_TEXTS = 5000
 class Arguments:
     data: list[str] | None = field(default=None, metadata={"help": "sources as NAME=FILES, with * in the files' path"})
     shares: list[float] | None = field(default=None, metadata={"help": "one for each source; default: equal ones"})
+    eval_data: str | None = flag(None, "file to evaluate on at the end, and as --eval_strategy says")
     text_field: str | None = flag(None, "column of the texts, if it is not text")
     model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
     tokenizer: str | None = flag(None, "name or folder; default: that of --model, or one trained on the texts")
@@ -72,10 +75,14 @@ def main(flags: Sequence[str] | None = None) -> Trainer:
     tokenized = {name: hfp.tokenize(source, tokenizer, **settings) for name, source in sources.items()}
     for source in tokenized.values():
         next(iter(source), None)  # to refuse rows without text now, and not after the model was loaded
+    held_out = None
+    if given.eval_data:
+        with args.main_process_first():
+            held_out = hfp.tokenize(common.read(given.eval_data, (), "--eval_data"), tokenizer, **settings)
     mixed = hfp.mix(tokenized, dict(zip(sources, shares, strict=True)))
     packed = hfp.pack(mixed, hfp.BestFit(given.max_length), streams=given.streams, window_packs=given.window_packs)
     model = common.load_model(AutoModelForCausalLM, given.model, common.small_llama(len(tokenizer)))
-    trainer = Trainer(model, args, train_dataset=packed, processing_class=tokenizer)
+    trainer = Trainer(model, args, train_dataset=packed, eval_dataset=held_out, processing_class=tokenizer)
     schedule = hfp.LengthSchedule(given.start_length, given.growth_steps) if given.start_length else None
     summary = hfp.attach(trainer, hfp.TokenBudget(given.max_length, length_schedule=schedule))
     trainer.accelerator.print(summary)
@@ -83,6 +90,8 @@ def main(flags: Sequence[str] | None = None) -> Trainer:
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     trainer.accelerator.print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
     trainer.save_model()
+    if held_out is not None:
+        trainer.log_metrics("eval", trainer.evaluate())
     return trainer
 
 

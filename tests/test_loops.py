@@ -162,7 +162,16 @@ def flags_of(files, output, *more):
 
 def test_a_run(files, tmp_path, capsys):
     schedule = ["--start_length", "8", "--growth_steps", "5"]
-    flags = [*flags_of(files, tmp_path / "out"), "--max_steps", "10", "--max_length", "64"]
+    held_out = write(tmp_path / "held_out.jsonl", texts(9))
+    flags = [
+        *flags_of(files, tmp_path / "out"),
+        "--max_steps",
+        "10",
+        "--max_length",
+        "64",
+        "--eval_data",
+        str(held_out),
+    ]
     trainer = pretrain_stream.main([*flags, *schedule])
     printed = capsys.readouterr().out
     assert "stream: 4 logical streams, 4 on each of 1 ranks" in printed
@@ -170,6 +179,10 @@ def test_a_run(files, tmp_path, capsys):
     first, logs = (line for line in trainer.state.log_history if "loss" in line)
     assert f"loss: {first['loss']:.3f} at first, {logs['loss']:.3f} at last" in printed
     assert logs["source_short"] == pytest.approx(0.5, abs=0.1)
+    documents = hfp.tokenize(load_dataset("json", data_files=str(held_out), split="train"), trainer.processing_class)
+    found = hfp.evaluation_loss(trainer.accelerator, trainer.model, documents)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(found, rel=1e-5)
+    assert f"eval_loss = {found:.4f}" in " ".join(printed.split())
     assert logs["packing_efficiency"] > 0.9
     with pytest.raises(ValueError, match="--output_dir: expected a folder without checkpoints"):
         pretrain_stream.main(flags_of(files, tmp_path / "out"))
