@@ -44,21 +44,24 @@ def refuse_alignment(aligned: Any, why: str) -> None:
         raise PackingError(f"align_tokens: expected 1 {why}, got {aligned.align_tokens}")
 
 
-class ShowsAlignment:
-    """A base class of dataclasses, whose text shows `align_tokens` only if it is not 1, so that texts stored without it
-    still compare equal."""
+NEWER_ARGUMENTS = {"align_tokens": "1", "max_length": "None"}
+"""Arguments of batchings that stored texts of earlier versions lack, with the texts of their defaults."""
+
+
+class HidesNewerArguments:
+    """A base class of dataclasses, whose text shows newer arguments only if they are not the defaults, so that texts
+    stored without them still compare equal."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):  # a dataclass then makes none
-            cls.__repr__ = ShowsAlignment.__repr__  # type: ignore[method-assign]
+            cls.__repr__ = HidesNewerArguments.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}  # type: ignore[arg-type]
-        value = shown.pop("align_tokens")
-        aligned = {} if value == 1 else {"align_tokens": value}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in (shown | aligned).items())
-        return f"{type(self).__qualname__}({arguments})"
+        shown = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.repr}  # type: ignore[arg-type]
+        newer = {name: shown.pop(name) for name in NEWER_ARGUMENTS if name in shown}
+        shown |= {name: text for name, text in newer.items() if text != NEWER_ARGUMENTS[name]}
+        return f"{type(self).__qualname__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
 
 
 def check_seed(seed: Any) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import (
-    ShowsAlignment,
+    HidesNewerArguments,
     check_optional_number,
     check_seed,
     check_whole_number,
@@ -180,7 +180,7 @@ def cut_rows(sizes: RowSizes, max_length: int, overflow: Overflow) -> FittedRows
 
 
 @dataclass(frozen=True)
-class Batching(ShowsAlignment, ABC):
+class Batching(HidesNewerArguments, ABC):
     """The base class of TokenBudget, BucketBatches and InOrder. A batching decides which rows share a micro-batch."""
 
     needs_row_per_rank: ClassVar[bool] = True

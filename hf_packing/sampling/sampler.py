@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import check_whole_number
+from hf_packing.checks import NEWER_ARGUMENTS, check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
@@ -311,8 +311,7 @@ def _differing_arguments(saved: str, batching: Batching) -> tuple[str, str]:
     if not saved.startswith(f"{type(batching).__name__}("):
         return saved, repr(batching)
     calls: list[Any] = [ast.parse(text, mode="eval").body for text in (saved, repr(batching))]
-    hidden = {"align_tokens": "1"}  # texts lack it if it is 1
-    first, second = (hidden | {each.arg: ast.unparse(each.value) for each in call.keywords} for call in calls)
+    first, second = (NEWER_ARGUMENTS | {each.arg: ast.unparse(each.value) for each in call.keywords} for call in calls)
     differ = [name for name in first | second if first.get(name) != second.get(name)]
     was, got = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in (first, second))
     return was, got

@@ -15,6 +15,7 @@ from tiers import fast_only
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
@@ -312,3 +313,12 @@ def test_ranks_have_equal_work_with_accumulation_in_buckets(rng):
         epoch = hfp.BucketBatches(16384).plan(sizes, Epoch(0, 8, accumulation))
         assert epoch.utilization(sizes.tokens) > 0.99
         assert epoch.utilization(sizes.squared_lengths) > 0.98
+
+
+def test_checkpoints_that_know_no_max_length_are_resumed():
+    sizes = sizes_of_documents(np.array([3, 4, 2, 1]))
+    saved = RankBatchSampler(hfp.TokenBudget(8), sizes).plan_inputs()
+    assert "max_length" not in saved["batching"]
+    RankBatchSampler(hfp.TokenBudget(8), sizes).check_can_resume(saved)
+    with pytest.raises(hfp.PackingError, match="batching: expected max_length=None, as .* got max_length=4"):
+        RankBatchSampler(hfp.TokenBudget(8, max_length=4), sizes).check_can_resume(saved)
