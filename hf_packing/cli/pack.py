@@ -10,13 +10,11 @@ from hf_packing.errors import PackingError
 from hf_packing.files import put_in_place
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import Origin
+from hf_packing.rows.cache import PLAN, Origin
 from hf_packing.rows.pack import pack
 from hf_packing.rows.token_columns import is_token_type
 from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import name_of
-
-_PLAN = "plan"
 
 
 def run(given: argparse.Namespace) -> int:
@@ -56,7 +54,7 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
             raise PackingError(f"data: expected documents with tokens, got none in {data!r}")
         fresh = Path(work, "packed")
         packed.save_to_disk(fresh)
-        plan.save(fresh / _PLAN)
+        origin.save(fresh)
         _check_output(folder, given.overwrite)  # another run may have made the output meanwhile
         put_in_place(fresh, folder)
     metrics = plan.metrics()
@@ -76,7 +74,7 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
         return
     print(plan)
     print_counts(trained, metrics.num_tokens, skipped)
-    print(f"written: {output}, with the packing plan in {output / _PLAN}")
+    print(f"written: {output}, with the packing plan in {output / PLAN}")
 
 
 def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:

@@ -1,6 +1,6 @@
 """`hf-packing report`: compare strategies on your documents, and show the result as a table, as JSON or as a page.
 
-Of a folder that `hf-packing pack --workers` has packed, show what its manifest says.
+Of a folder that `hf-packing pack` has packed, show its plan, or what the manifest of many files says.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.planning.lengths import Pieces
 from hf_packing.report.render import check_page
 from hf_packing.report.report import packing_report
+from hf_packing.rows.cache import Origin
 from hf_packing.rows.changes import count_labels
 from hf_packing.rows.token_columns import find_token_columns
 
@@ -29,6 +30,14 @@ def run(given: argparse.Namespace) -> int:
     """
     if Path(given.data, MANIFEST).is_file() and (packed := read_manifest(given.data)):
         say_packed(packed, given.json)
+        return 0
+    if (origin := Origin.beside(Path(given.data))) is not None:
+        metrics, trained = origin.plan.metrics(), origin.facts["trained_tokens"]
+        if given.json:
+            print_json({"trained_tokens": trained, **vars(metrics)})
+        else:
+            print(origin.plan)
+            print_counts(trained, metrics.num_tokens, [])
         return 0
     strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
     if given.output:

@@ -52,6 +52,15 @@ class Origin:
         (folder / _FACTS).write_text(json.dumps(self.facts | {"first_labels": self.first_labels is not None}) + "\n")
 
     @classmethod
+    def beside(cls, folder: Path) -> "Origin | None":
+        """Return what the rows in a folder were made from; None if `save` has not written it there.
+
+        Raises:
+            PackingError: a file is missing or damaged.
+        """
+        return cls.load(folder) if (folder / PLAN).exists() and (folder / _FACTS).exists() else None
+
+    @classmethod
     def load(cls, folder: Path) -> "Origin":
         """Return what the rows in a folder were made from.
 

@@ -25,7 +25,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.cache import PLAN, ROWS, Origin
+from hf_packing.rows.cache import Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.token_columns import TokenColumn, is_token_type, row_numbers
@@ -39,9 +39,9 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
 
     Args:
         packed: a dataset that `pack` returned, neither shuffled nor selected from.
-        plan: the plan that the rows were packed with; None to use the plan that `pack` saved beside the rows. Pass a
-            plan if the rows were saved elsewhere, without the saved plan. In this case, labels keep the -100 at the
-            start of segments, and rows with equal seq_lengths can change places without an error.
+        plan: the plan that the rows were packed with; None to use the plan that `pack` or `hf-packing pack` saved
+            beside the rows. Pass a plan if the rows were saved elsewhere, without the saved plan. In this case, labels
+            keep the -100 at the start of segments, and rows with equal seq_lengths can change places without an error.
 
     Returns:
         A Dataset in memory, with one row for each document.
@@ -174,9 +174,8 @@ def _rebuild(rows: DocumentRows, packs: IntArray) -> tuple[pa.Table, Origin]:
 
 def _stored_origin(packed: datasets.Dataset, plan: PackingPlan | None) -> Origin:
     """Return what `pack` has stored beside the rows; if it has stored nothing, the plan that the user has given."""
-    files = [Path(file["filename"]) for file in packed.cache_files]
-    if len(files) == 1 and files[0].name == ROWS and (files[0].parent / PLAN).exists():
-        origin = Origin.load(files[0].parent)
+    folders = {Path(file["filename"]).parent for file in packed.cache_files}
+    if len(folders) == 1 and (origin := Origin.beside(*folders)) is not None:
         if len(packed) != origin.plan.num_packs:
             raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
         return origin

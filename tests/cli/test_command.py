@@ -175,6 +175,11 @@ def test_pack(capsys, tmp_path, given, monkeypatch):
     packed, plan = datasets.load_from_disk(tmp_path / "packed"), hfp.PackingPlan.load(tmp_path / "packed" / "plan")
     assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
     assert hfp.unpack(packed, plan)["input_ids"][:] == [[2] * (number % 13 + 1) for number in range(300)]
+    assert hfp.unpack(packed)["input_ids"][:] == hfp.unpack(packed, plan)["input_ids"][:]
+    assert main(["report", str(tmp_path / "packed"), "--max-length", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert str(plan) in printed
+    assert "tokens are trained on" in printed
     assert len(plans) == 2, "once to see that the strategy can plan, and once for the documents"
     assert main(given) == 2
     assert "--output: expected a folder that does not exist" in capsys.readouterr().err
