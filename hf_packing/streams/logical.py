@@ -26,7 +26,7 @@ from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
 from hf_packing.streams.packed import PlacedRows, StreamPacking, Window
-from hf_packing.streams.reader import Share, documents_of_shares, equal_shares, open_source, sizes_of_shards
+from hf_packing.streams.reader import Share, documents_of_shares, open_source, shares_of
 from hf_packing.streams.state import STATE, StatefulExamples
 
 _ROWS_AT_ONCE = 64
@@ -121,7 +121,7 @@ class PackedExamples(StatefulExamples):
         Args:
             positions: how far each of the owned logical streams has come; updated with every turn.
         """
-        shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams) if self.streams else [None]
+        shares = shares_of(self.ex_iterable, self.streams) if self.streams else [None]
         rows = {stream: self._rows(stream, shares[stream], *at) for stream, (_, *at) in positions.items()}
         turn, left = min((turns for turns, *_ in positions.values()), default=0), set(rows)
         while left:
@@ -171,7 +171,7 @@ def documents_of_streams(examples: upstream.Examples, streams: int) -> dict[str,
     """Return how many documents each logical stream gets of a stream, or of each source of a mixture, by name; without
     those for which only reading the documents says so."""
     return {
-        name: documents_of_shares(documents, equal_shares(sizes_of_shards(source), streams))
+        name: documents_of_shares(documents, shares_of(source, streams))
         for name, source in _sources_of(examples).items()
         if (documents := upstream.documents_of_shards(source)) is not None
     }

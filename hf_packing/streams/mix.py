@@ -32,10 +32,9 @@ from hf_packing.streams.reader import (
     DocumentReader,
     Place,
     Source,
-    equal_shares,
     lengths_of,
     open_source,
-    sizes_of_shards,
+    shares_of,
 )
 from hf_packing.streams.state import STATE, StatefulExamples
 
@@ -234,8 +233,7 @@ class MixedExamples(StatefulExamples):
         examples = upstream.copied(self.ex_iterables[number])  # two sources may be the same stream
         order, share = np.random.default_rng([self._seed, passes]), None
         if self._pieces > 1:
-            shares = equal_shares(sizes_of_shards(examples), self._pieces)
-            share = shares[(self._piece + passes) % self._pieces]
+            share = shares_of(examples, self._pieces)[(self._piece + passes) % self._pieces]
             if passes:
                 share = tuple(share[part] for part in order.permutation(len(share)))
         elif passes:

@@ -99,6 +99,24 @@ def turns_of(weights: tuple[int, ...]) -> npt.NDArray[np.intp]:
     return turns
 
 
+_FEW = 64
+"""If a share has fewer documents on average, and their numbers are known, shares have about as many documents each: the
+bytes of small files are mostly not those of documents."""
+
+
+def shares_of(examples: upstream.Examples, shares: int) -> list[Share]:
+    """Divide the shards of a stream into equal shares: of documents if these are few, or else of bytes."""
+    if upstream.num_shards(examples) < _FEW * shares:
+        documents = upstream.documents_of_shards(examples)
+        if documents is not None and sum(documents) < _FEW * shares:
+            return equal_shares([max(number, _NOTHING) for number in documents], shares)
+    return equal_shares(sizes_of_shards(examples), shares)
+
+
+_NOTHING = 1e-9
+"""The size of a shard without documents."""
+
+
 def documents_of_shares(documents: Sequence[int], shares: Sequence[Share]) -> list[int]:
     """Return the number of documents in each share, given those of each shard.
 
