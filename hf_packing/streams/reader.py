@@ -99,22 +99,20 @@ def turns_of(weights: tuple[int, ...]) -> npt.NDArray[np.intp]:
     return turns
 
 
-_FEW = 64
-"""If a share has fewer documents on average, and their numbers are known, shares have about as many documents each: the
-bytes of small files are mostly not those of documents."""
-
-
-def shares_of(examples: upstream.Examples, shares: int) -> list[Share]:
-    """Divide the shards of a stream into equal shares: of documents if these are few, or else of bytes."""
-    if upstream.num_shards(examples) < _FEW * shares:
-        documents = upstream.documents_of_shards(examples)
-        if documents is not None and sum(documents) < _FEW * shares:
-            return equal_shares([max(number, _NOTHING) for number in documents], shares)
-    return equal_shares(sizes_of_shards(examples), shares)
-
+_SMALL = 1 << 26
+"""The bytes of a stream below which its documents are counted, if they can be: those of small files are mostly not of
+documents."""
 
 _NOTHING = 1e-9
 """The size of a shard without documents."""
+
+
+def shares_of(examples: upstream.Examples, shares: int) -> list[Share]:
+    """Divide the shards of a stream into equal shares: of documents if the stream is small and their numbers are known,
+    or else of bytes."""
+    sizes = sizes_of_shards(examples)
+    documents = upstream.documents_of_shards(examples) if sum(sizes) < _SMALL else None
+    return equal_shares(sizes if documents is None else [max(number, _NOTHING) for number in documents], shares)
 
 
 def documents_of_shares(documents: Sequence[int], shares: Sequence[Share]) -> list[int]:
