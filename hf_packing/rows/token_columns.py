@@ -255,10 +255,12 @@ def is_list(kind: pa.DataType) -> bool:
 
 def is_token_type(kind: pa.DataType) -> bool:
     """Return whether an Arrow type is a list of integers, floats or booleans."""
-    if not is_list(kind):
-        return False
-    value = kind.value_type
-    return bool(pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value))
+    return is_list(kind) and is_number(kind.value_type)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Return whether an Arrow type is one of integers, floats or booleans."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def check_same_lengths(columns: Mapping[str, TokenColumn]) -> None:

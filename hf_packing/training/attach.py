@@ -140,11 +140,6 @@ def attach(
     """
     if classes_of_trl(type(trainer)):
         refuse_older("trl")
-    if getattr(trainer, "model_init", None) is not None:
-        raise PackingError(
-            "model_init: expected None, since Trainer makes other models when it trains or searches hyperparameters, "
-            "which attach has not patched; pass a model, and build and attach a new trainer for each trial"
-        )
     of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
     of_whole_rows = {"loss_unit": loss_unit}
     if batching is None:

@@ -16,8 +16,6 @@ from itertools import chain, islice
 from typing import Any
 
 import datasets
-import numpy as np
-import pyarrow as pa
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
@@ -36,7 +34,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.rank_layout import RankLayout, lay_out
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.rows.token_columns import is_token_type, visible_columns
+from hf_packing.rows.token_columns import is_number, is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels, trees_of_documents
@@ -306,16 +304,16 @@ def _columns_of_numbers(data: Any, of_documents: bool = False) -> list[str]:
     elif shows_table(data):
         data = datasets.Features({name: data.features[name] for name in visible_columns(data)})
     if isinstance(data, datasets.Features):
-        is_found = _is_number if of_documents else is_token_type
+        is_found = is_number if of_documents else is_token_type
         return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_found(each.type)]
     row = data[0] if len(data) else {}
     numbers = row if isinstance(row, Mapping) else {}
-    found = {name: np.ndim(row[name]) for name in numbers if name not in KNOWN_COLUMNS}
+    values = {name: row[name] for name in numbers if name not in KNOWN_COLUMNS}
     if of_documents:
-        return [name for name, axes in found.items() if not axes and np.asarray(row[name]).dtype.kind in "iufb"]
-    return [name for name in found if numbers_in(row[name]) is not None]
+        return [name for name, value in values.items() if _is_one_number(value)]
+    return [name for name, value in values.items() if numbers_in(value) is not None]
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is one of numbers or booleans."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+def _is_one_number(value: Any) -> bool:
+    """Return whether a value is a number, or an array or a tensor without axes."""
+    return isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0

@@ -46,6 +46,12 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         self.attached.modules = {}
         return super().train(*args, **kwargs)
 
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        raise PackingError(
+            "hyperparameter_search: expected a trainer without attach, which has planned the batches of one training; "
+            "search with a function that builds a trainer, attaches it and trains, as the objective of optuna"
+        )
+
     def get_train_dataloader(self) -> Any:
         state = self.attached
         if not is_patched(inner_model(self.model)):  # a new model of model_init

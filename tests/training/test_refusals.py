@@ -355,8 +355,7 @@ BESIDE = [
     ("column 'weight'", lambda of: hfp.attach(of(data=[*WEIGHTED], **KEEPING), BUDGET)),
     ("column 'weight'", lambda of: hfp.attach(of(data=WEIGHTED.to_iterable_dataset(), **KEEPING), BUDGET)),
     ("column 'weight'", lambda of: hfp.attach(of(OwnLoss, data=WEIGHTED, **KEEPING), BUDGET)),
-    ("model_init", lambda of: hfp.attach(of(on={"model_init": patched}), BUDGET)),
-    ("model_init", lambda of: hfp.attach(of(on={"model_init": patched}), None)),
+    ("hyperparameter_search", lambda of: of.attached().hyperparameter_search(n_trials=1)),
 ]
 
 
