@@ -122,6 +122,7 @@ def test_the_longest_document_is_no_guard(monkeypatch):
     assert set(lengths) == {FIXED["tokens"]}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fixed", [pytest.param({}, marks=pytest.mark.slow), FIXED])
 def test_activation_checkpointing_in_one_graph(fixed):
@@ -152,6 +153,7 @@ def test_a_model_that_was_compiled_before_it_is_patched():
         assert torch.allclose(compiled(**plain, use_cache=False).logits, before, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_inner_model_alone_reads_the_borders_itself():
     """It is traced as a part of the patched model only while that one runs."""

@@ -148,6 +148,7 @@ class WithInclusiveWindow(MistralForCausalLM):
             layer.self_attn.__class__ = InclusiveWindow
 
 
+@pytest.mark.slow
 def test_a_window_that_only_long_documents_feel():
     """It is tested in a small copy of the model, in which the window is short."""
     torch.manual_seed(0)

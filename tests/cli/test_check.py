@@ -62,11 +62,13 @@ def test_check_of_an_architecture(capsys, model, code, route):
     assert bool(found["refusal"]) == (code == 1)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_refused(capsys):
     assert main(["check", "t5", "--json"]) == 1
     assert "an encoder-decoder takes two texts" in json.loads(capsys.readouterr().out)["refusal"]
 
 
+@pytest.mark.slow
 def test_the_share_that_stays_packed_is_that_of_the_whole_model(capsys, tmp_path):
     config = tiny_model("jamba", "causal", intermediate_size=2000).config
     main(["check", saved(tmp_path / "model", config, ["JambaForCausalLM"])])

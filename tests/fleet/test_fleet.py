@@ -280,6 +280,7 @@ def test_other_settings_and_a_file_twice_are_refused(files, tmp_path):
         pack_here([files[0], *files], tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_command(files, tmp_path, capsys):
     given = ["pack", *files, "--max-length", "128", "--output"]
     assert main([*given, str(tmp_path / "out"), "--workers", "1", "--json"]) == 0

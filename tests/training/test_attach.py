@@ -715,7 +715,7 @@ def segments_in(loader):
     )
 
 
-@pytest.mark.parametrize("overflow", ["truncate", "split"])
+@pytest.mark.parametrize("overflow", fast_only(["truncate", "split"], "truncate"))
 @pytest.mark.parametrize("kind", ["dataset", "stream", "shared prefixes"])
 def test_documents_are_shorter_than_micro_batches(tmp_path, overflow, kind):
     data, more = documents(45), {"share_prefixes": 4} if kind == "shared prefixes" else {}

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from tiers import fast_only
 from torch.nn import functional as F
 from trainers import trainer_of
 
@@ -56,7 +57,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", fast_only(WAYS, "pack", "lazily", "map", "stream"))
 @pytest.mark.parametrize("keep", [True, False])
 def test_all_labels_of_a_tagger_are_in_the_rows_or_they_are_refused(way, keep, tmp_path):
     rows = list(WAYS[way](tagged(), keep, tmp_path))

@@ -349,6 +349,7 @@ def test_pairs_share_their_prompt(tmp_path):
     assert largest_difference(found, gradients) <= 1e-6
 
 
+@pytest.mark.slow
 def test_pairs_share_their_prompt_in_rows_of_a_budget(tmp_path):
     trainer = dpo(tmp_path, proven_policy(), pairs(prompt=20, chosen=6))
     summary = hfp.attach(trainer, hfp.TokenBudget(512, share_prefixes=2))
