@@ -27,6 +27,7 @@ def saved(folder, config, architectures):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_made_or_patched(capsys, tmp_path):
     config = tiny_model("llama", "causal").config
     config.hidden_act = "nosuch"

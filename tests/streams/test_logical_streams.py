@@ -228,6 +228,7 @@ def test_shares_in_logical_streams(change):
         assert max(sizes) < 1.25 * min(sizes)
 
 
+@pytest.mark.slow
 def test_small_sources_are_read_by_other_streams_in_each_pass():
     sources = {"many": generated([documents(0, 200, 10)] * 4), "few": generated([documents(1, 3, 10)])}
     shares = {"many": 0.8, "few": 0.2}

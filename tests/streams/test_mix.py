@@ -53,6 +53,7 @@ def test_shares_of_tokens():
     assert abs(long / sum(len(each["input_ids"]) for each in drawn) - 0.2) > 0.3  # by documents, the long ones get most
 
 
+@pytest.mark.slow
 def test_shares_of_pieces():
     shards = {name: Dataset.from_list([*made]).to_iterable_dataset(8) for name, made in sources().items()}
     longest = max(len(each["input_ids"]) for made in sources().values() for each in made)
