@@ -153,8 +153,8 @@ def _reads_tokens(module: nn.Module) -> bool:
 def not_patched(names: Sequence[str]) -> str:
     """Return a text that says which models are not patched, by their classes, and what to do."""
     return (
-        f"{', '.join(names)} reads packed rows in it, but is not patched, so that documents may read each other: call "
-        "patch_model of this model, or make it an attribute of the trainer or of a callback before attach"
+        f"{', '.join(names)} reads packed rows in compute_loss, but is not patched, so that documents may read each "
+        "other: call patch_model of this model, or make it an attribute of the trainer or of a callback before attach"
     )
 
 

@@ -230,9 +230,7 @@ class AttachedPacks(Attached):
             yield
         self.unpatched += found
         if found and self.prove != "first batch":
-            raise PackingError(
-                f"compute_loss: expected patched models, since it gets packed rows; {not_patched(found)}"
-            )
+            raise PackingError(f"compute_loss: expected patched models; {not_patched(found)}")
 
     def open_evaluation(
         self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom, ranks: int = 1
