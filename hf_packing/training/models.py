@@ -180,7 +180,9 @@ def watched_for_unpatched(tokens: Tensor) -> Iterator[list[str]]:
 
     hook = nn.modules.module.register_module_forward_pre_hook(look)
     try:
-        yield found
+        with warnings.catch_warnings():  # compiled modules run uncompiled here
+            warnings.filterwarnings("ignore", "Using `torch.compile")
+            yield found
     finally:
         hook.remove()
 

@@ -15,7 +15,6 @@ from transformers import Trainer
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import refuse_alignment
-from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
@@ -24,14 +23,12 @@ from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loss_unit import find_loss_unit
-from hf_packing.training.losses import Batch, Loss, TokenMean
+from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.models import (
     check_takes_rows,
-    not_patched,
     patch_models,
     unpad_models,
-    watched_for_unpatched,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import Reading, Source, open_source
@@ -186,10 +183,8 @@ class AttachedPacks(Attached):
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self._compares = False
-        self._watched: set[bool] = set()
-        """The modes, training or not, of which a batch was watched."""
-        self.unpatched: list[str] = []
-        """The classes of models that read it without being patched."""
+        self.unwatched = {True, False}
+        """The modes, training or not, in which models that are not patched may still read a packed batch."""
         self.source = open_source(
             "train_dataset",
             data,
@@ -214,23 +209,6 @@ class AttachedPacks(Attached):
             return str(self.first_batch_proof)
         how = "on a small copy of the model" if self.prove == "small" else "when the model was patched"
         return f"isolation: proven {how}"
-
-    @contextmanager
-    def watched(self, model: nn.Module, inputs: Batch) -> Iterator[None]:
-        """Context manager for the loss of a batch: the first one of each mode notes models that are not patched.
-
-        Raises:
-            PackingError: there are some, and no proof of the step shows that they keep documents apart by themselves.
-        """
-        if model.training in self._watched:
-            yield
-            return
-        self._watched.add(model.training)
-        with watched_for_unpatched(inputs[INPUT_IDS]) as found:
-            yield
-        self.unpatched += found
-        if found and self.prove != "first batch":
-            raise PackingError(f"compute_loss: expected patched models; {not_patched(found)}")
 
     def open_evaluation(
         self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom, ranks: int = 1

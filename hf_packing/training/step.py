@@ -100,8 +100,8 @@ class StepCase(ABC):
     def sizes(self, of: Any) -> tuple[int, int, int]:
         """Return the numbers of documents or rows, of their tokens, and of what the loss is a mean of."""
 
-    def unpatched(self) -> str:
-        """Return which models have read the packed batch without being patched; an empty text if there are none."""
+    def unpatched(self, of: Any) -> str:  # noqa: ARG002
+        """Return which models read the packed batch without being patched; an empty text if there are none."""
         return ""
 
     def replaced(self, of: Any, document: int) -> Any:  # noqa: ARG002
@@ -134,7 +134,7 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         if on_any_rank(steps.noise > _CHAOS):
             of, note = None, f", whose loss changes by {steps.noise:.0%} with rounding"
         steps = steps._replace(differ=steps.differ and of is not None)
-        problem = steps.describe() if steps.differ else "" if of is not None else case.unpatched()
+        problem = steps.describe() if steps.differ else "" if of is not None else case.unpatched(steps.made_of)
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
         problem=problem,
@@ -147,6 +147,15 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         note=note,
         compared=of is not None,
     )
+
+
+def refuse_unpatched(case: StepCase, training: bool) -> None:
+    """Raise PackingError if the packed step has models that read its batch without being patched."""
+    of = case.choose(without_padding=False)
+    with case.runner.undisturbed(training):
+        names = case.unpatched(of)
+    if names:
+        raise PackingError(f"compute_loss: expected patched models; {names}")
 
 
 class _Steps(NamedTuple):
@@ -192,7 +201,7 @@ class _Steps(NamedTuple):
                 f"the gradients of {len(found.differ)} of {len(self.unpacked.gradients)} parameters differ, by up to "
                 f"{found.largest:.2g} of their size, the first of them {found.differ[0]}"
             )
-        if unpatched := self.case.unpatched():
+        if unpatched := self.case.unpatched(self.made_of):
             text.append(unpatched)
         is_additive = self._is_additive()
         if is_additive is False:

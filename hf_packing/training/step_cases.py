@@ -46,7 +46,7 @@ from hf_packing.training.losses import (
     trees_of,
 )
 from hf_packing.training.model_loss import WholeStep, predicts_next
-from hf_packing.training.models import models_of, not_patched, prepared_model
+from hf_packing.training.models import models_of, not_patched, prepared_model, watched_for_unpatched
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Source
 from hf_packing.training.step import StepCase, StepReport, prove_step
@@ -216,9 +216,19 @@ class TrainerCase(PackedCase):
             self.stock.aux_loss_enabled = False
         self.documents = on_all_ranks(lambda _: self._next_documents()) if batch is None else documents_of(batch)
 
-    def unpatched(self) -> str:
-        names = self.trainer.attached.unpatched
-        return not_patched(names) if names else ""
+    def unpatched(self, of: list[Document]) -> str:
+        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self._batch(of)[INPUT_IDS]) as found:
+            self.runner.run(self.packed(of))
+        return not_patched(found) if found else ""
+
+    def _batch(self, of: list[Document]) -> Batch:
+        """Return the packed batch of some documents."""
+        rows, state = self.rows(of), self.trainer.attached
+        if self.training:
+            batch = state.source.batch_of(rows, self.trainer.accelerator, self.collator)
+        else:
+            batch = self.collator(trees_of_documents(rows) if self.makes_trees else rows)
+        return send_to_device(batch, self.device)  # type: ignore[no-any-return]
 
     def _next_documents(self) -> list[Document]:
         """Return documents of the next micro-batches, to choose from.
@@ -236,12 +246,9 @@ class TrainerCase(PackedCase):
         return documents
 
     def packed(self, of: list[Document]) -> Callable[[], Tensor]:
-        trainer, state, device = self.trainer, self.trainer.attached, self.device
-        rows = self.rows(of)
+        trainer, device, inputs = self.trainer, self.device, self._batch(of)
         if not self.training:
-            whole = send_to_device(self.collator(trees_of_documents(rows) if self.makes_trees else rows), device)
-            return lambda: _not_proving(trainer, TokenMean(device)).compute_loss(self.model, whole)
-        inputs = send_to_device(state.source.batch_of(rows, trainer.accelerator, self.collator), device)
+            return lambda: _not_proving(trainer, TokenMean(device)).compute_loss(self.model, inputs)
         own = torch.tensor(self.sizes(of)[-1], device=device)
         processes, ranks = trainer.accelerator.num_processes, data_rank(trainer.accelerator).world_size
         everywhere = trainer.accelerator.gather(own[None]).sum() * ranks / processes / self.runner.ranks_per_row
@@ -429,6 +436,7 @@ def _not_proving(trainer: Any, evaluation: TokenMean | None = None) -> Any:
     asked = copy.copy(trainer)
     asked.attached = copy.copy(trainer.attached)
     asked.attached.first_batch_proof, asked.attached.evaluation = None, evaluation
+    asked.attached.unwatched = set()
     return asked
 
 

@@ -30,6 +30,7 @@ from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import STATE_FILE, ResumedStream, load_stream, save_state
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedBatches, AttachedPacks, AttachedRows
+from hf_packing.training.step import refuse_unpatched
 from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams import StreamedRows, StreamLoader
@@ -135,6 +136,9 @@ class PackedTrainer(AttachedTrainer):
                 "training" if model.training else "evaluation",
                 lambda mode: self.step_case(model, inputs, mode == "training"),
             )
+        elif model.training in state.unwatched:
+            state.unwatched.remove(model.training)
+            refuse_unpatched(self.step_case(model, inputs, model.training), model.training)
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
         loss = state.loss if trains or model.training else "token"
@@ -143,7 +147,7 @@ class PackedTrainer(AttachedTrainer):
         of_model = is_tree_batch(inputs) or part_of_row(inputs) or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
-        with as_one_micro_batch(self), step.observed(model), state.watched(model, step.inputs):
+        with as_one_micro_batch(self), step.observed(model):
             found = own(model, dict(step.inputs), num_items_in_batch=step.items, **named)
         mean, *outputs = found if isinstance(found, tuple) else (found,)
         share = step.share_of(num_items_in_batch if trains else None)
