@@ -50,10 +50,8 @@ class ReplacedForward:
     attribute = "forward"
     """The name of the method that is replaced."""
 
-    def __init__(self, module: nn.Module, name: str | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.name = name
-        """The name of the module in the model, where the module has to stay; None for the model and inner models."""
         found: Any = vars(module).get(self.attribute)
         while isinstance(found, type(self)):
             found = found.before
@@ -90,15 +88,6 @@ class ReplacedForward:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return getattr(type(self.module), self.attribute)(self.module, *args, **kwargs)
-
-    def check_place(self, model: nn.Module) -> None:
-        """Raise PackingError if the model has another module by now under the name of the replaced one."""
-        found = model.get_submodule(self.name or "")
-        if self.name is not None and self.module not in found.modules():
-            raise PackingError(
-                f"{self.name}: expected the same module as when the model was patched, got another "
-                f"{type(found).__name__}; call unpatch_model before you replace a module, and patch_model afterwards"
-            )
 
 
 @contextmanager
@@ -151,7 +140,7 @@ class SegmentedForward(ReplacedForward):
     """
 
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
-        super().__init__(module, plan.name)
+        super().__init__(module)
         self.plan = plan
 
     def install(self) -> None:

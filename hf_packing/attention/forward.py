@@ -122,6 +122,7 @@ class Patch:
         modules = [*self.model.modules()]
         self.lists = [each for each in modules if isinstance(each, nn.ModuleList)]
         self.may_checkpoint = [each for each in modules if hasattr(each, "gradient_checkpointing")]
+        self._note_parts()
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -138,6 +139,29 @@ class Patch:
         lock = nullcontext() if torch.compiler.is_dynamo_compiling() else _lock  # tracing changes nothing
         with lock, use_attention(self.attention_before), switched_off(self.replaced):
             yield
+
+    def check_modules(self) -> None:
+        """Raise PackingError if a module was put in after the patch. It may wrap the one that was there, as an adapter
+        does, or have no parts, as a layer of FP8, if the patch has changed nothing in its place."""
+        if all(owner._modules == before for _, owner, before in self._parts):
+            return
+        known = {owner for _, owner, _ in self._parts}
+        for name, owner, before in self._parts:
+            for key, new in owner._modules.items():
+                if new is None or new in known:
+                    continue
+                old, inside = before.get(key), {*new.modules()}
+                if old not in inside and (len(inside) > 1 or any(old is each.module for each in self.replaced)):
+                    raise PackingError(
+                        f"{name}.{key}: expected the modules that were there when the model was patched, got a new "
+                        f"{type(new).__name__}; call unpatch_model before you put a module in, and patch_model "
+                        "afterwards"
+                    )
+        self._note_parts()
+
+    def _note_parts(self) -> None:
+        self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
+        """The name of each module, the module, and its own modules."""
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
@@ -456,8 +480,7 @@ class PatchedForward(ReplacedForward):
                     f"{found!r}, which was set after the model was patched; call unpatch_model before you set another "
                     "attention function"
                 )
-        for forward in self.patch.replaced:
-            forward.check_place(self.model)
+        self.patch.check_modules()
         if self.patch.route.by_segment:
             refuse_uneven_gathers(self.model, self.patch.route.by_segment)
 
@@ -537,7 +560,7 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
             "copy this token. For a masked language model, mask tokens before packing, with Dataset.map or "
             "Dataset.with_transform, and set the labels of all other tokens to -100, as "
             "DataCollatorForLanguageModeling does. For a causal model that does not shift labels itself, shift the "
-            "labels by one token"
+            "labels by one token; one with an adapter or a module that reads later tokens cannot be trained so"
         )
 
 
@@ -586,7 +609,7 @@ def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> No
         patch.replaced.remove(forward)
         forward.remove()
     if unpadding and unpadding.rows_after is not None:
-        patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after), unpadding.rows_after))
+        patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after)))
 
 
 def remove(model: PreTrainedModel) -> Route:

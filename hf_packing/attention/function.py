@@ -152,11 +152,12 @@ def _current_row(where: str, tokens: int) -> Layout:
             f"{where}: expected a call within the forward of a patched model, which knows the borders "
             "between documents. If this model is not patched, its configuration is that of a patched model: build each "
             "model from its own copy.deepcopy(config), made before patch_model, or call "
-            "model.set_attn_implementation('sdpa')"
+            "model.set_attn_implementation('sdpa'); copy single layers in a block `with unpatch_model(model):`"
         )
     if (known := layout.rows * layout.tokens) != tokens:
         raise PackingError(
-            f"{where}: expected the {known} tokens of the row that the model currently processes, got {tokens} tokens"
+            f"{where}: expected the {known} tokens of the row that the model currently processes, got {tokens} tokens; "
+            "an argument of the model with one value for each row or document needs one for each token"
         )
     return layout
 

@@ -50,7 +50,10 @@ def inner_model(model: Any) -> PreTrainedModel:
         elif isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
             inner = wrapped
         else:
-            raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
+            modules = inner.named_modules() if isinstance(inner, nn.Module) else ()
+            name = next((name for name, each in modules if isinstance(each, PreTrainedModel)), None)
+            of = f"; call patch_model of the one inside it, get_submodule({name!r})" if name else ""
+            raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}{of}")
     return inner
 
 

@@ -201,9 +201,9 @@ def predicts_next(model: nn.Module) -> bool:
         failure = error
     why = f" ({failure})" if failure else ""
     raise PackingError(
-        f"model: expected a causal or a masked language model that returns a loss of its logits, got "
-        f"{type(inner).__name__}{why}; {NoLanguageModelError.SUPPORTED}. To train a token classifier, use patch_model "
-        "and a Trainer with PackingCollator(keep_first_labels=True)"
+        f"model: expected a causal or a masked language model that returns a loss of its logits if it gets input_ids "
+        f"and labels alone, got {type(inner).__name__}{why}; {NoLanguageModelError.SUPPORTED}. To train a token "
+        "classifier, use patch_model and a Trainer with PackingCollator(keep_first_labels=True)"
     ) from failure
 
 
