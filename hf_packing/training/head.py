@@ -287,7 +287,12 @@ class Logits(Tensor):
             name = function.__self__.__name__
         is_hook = name in ("register_hook", "retain_grad") and args[0].known is None
         if is_hook and not _is_of_torch(*args[1:]):
-            raise _refusal(name)
+            if not args[0].head.sums:  # no loss is computed yet, so it can be one of whole rows
+                args[0].head.reason, is_hook = "a hook is registered on the logits", False
+            elif name == "retain_grad":
+                raise _refusal(name)
+            else:
+                args = args[0], partial(_without_gradient, args[1])
         if is_hook or name in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
@@ -424,10 +429,27 @@ def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
+class _UnknownGradient(Tensor):
+    """What hooks get in place of the gradient of logits whose loss was computed in chunks. Nobody can read it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__ if function.__name__ != "__get__" else function.__self__.__name__
+        if name not in _WITHOUT_VALUES:
+            raise _refusal("one that reads it")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def _without_gradient(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
+    return hook(gradient.as_subclass(_UnknownGradient))
+
+
 def _refusal(name: str) -> PackingError:
     return PackingError(
-        "logits: expected no hook and no custom autograd function on logits that are computed in chunks, since no "
-        f"gradient of them is, got {name}; give it torch.cat([logits]), which has the values of whole rows"
+        "logits: expected no hook and no custom autograd function that needs the gradient of logits whose loss was "
+        f"computed in chunks, got {name}; give it torch.cat([logits]), which has the values of whole rows, and compute "
+        "the loss of them"
     )
 
 

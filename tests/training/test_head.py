@@ -610,13 +610,48 @@ def test_logits_are_printed_pickled_and_copied_as_tensors():
         copy.deepcopy(outputs.logits)
 
 
-def test_hooks_on_logits():
-    """They would get no gradient; values of whole rows take them."""
+def test_hooks_on_logits_before_their_loss():
+    """They get the gradient, and may change it."""
     model = patched("Llama", torch.float64)
-    batch = batch_for(model)
-    for ask in (lambda tensor: tensor.register_hook(print), lambda tensor: tensor.retain_grad()):
-        with pytest.raises(hfp.PackingError, match="expected no hook"):
-            ask(run_later(model, batch).logits)
+    batch, seen = batch_for(model), []
+
+    def halve(gradient):
+        seen.append(gradient)
+        return gradient / 2
+
+    def gradients(tokens):
+        model.zero_grad()
+        logits = run_later(model, {**batch, "labels": None}, tokens).logits
+        logits.register_hook(halve)
+        F.cross_entropy(logits[0], batch["labels"][0]).backward()
+        return [each.grad for each in model.parameters()]
+
+    for whole, found in zip(gradients(WHOLE), gradients(5), strict=True):
+        assert torch.allclose(whole, found, atol=1e-12)
+    assert len(seen) == 2
+    assert torch.allclose(*seen, atol=1e-12)
+    assert seen[0].any()
+
+
+def test_hooks_on_logits_after_their_loss():
+    """There is no gradient then, so whoever reads it fails; libraries have hooks that only wait for the backward."""
+    model = patched("Llama", torch.float64)
+    batch, seen = batch_for(model), []
+    with pytest.raises(hfp.PackingError, match="expected no hook"):
+        run_later(model, batch).logits.retain_grad()
+    expected = run_later(model, batch)
+    expected.loss.backward()
+    right = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    outputs = run_later(model, batch)
+    outputs.logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    outputs.loss.backward()
+    assert seen == [outputs.logits.shape]
+    assert all(torch.equal(each.grad, own) for each, own in zip(model.parameters(), right, strict=True))
+    outputs = run_later(model, batch)
+    outputs.logits.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(hfp.PackingError, match=r"gradient of logits .* got one that reads it; give it torch\.cat"):
+        outputs.loss.backward()
     logits = torch.cat([run_later(model, batch).logits])
     logits.retain_grad()
     F.cross_entropy(logits[0], batch["labels"][0]).backward()
