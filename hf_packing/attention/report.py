@@ -270,5 +270,6 @@ def predicts_tokens(model: PreTrainedModel) -> bool:
     case = RowCase(Runner(model))
     with suppress(ModelNotSupportedError):
         case.examine()
-        return case.width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+        stated = getattr(model.config.get_text_config(), "vocab_size", None)
+        return case.width in (len(embedding_of(model).weight), stated)
     return False

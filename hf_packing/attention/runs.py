@@ -169,7 +169,10 @@ class Runner:
         is_known, self._is_watched = self.is_compiled or self._is_watched, True  # slow, and would compile again
         restored = nullcontext() if self._is_in_series else self._restored()
         with restored, nullcontext() if is_known else self._weights:
-            return self.called(**given)
+            output = self.called(**given)
+        if type(output) is tuple:
+            raise TypeError("expected a ModelOutput, whose values have names such as logits, but it returns a tuple")
+        return output
 
     def eagerly(self) -> AbstractContextManager[Any]:
         """Return a context manager in which code that torch.compile has compiled runs uncompiled."""

@@ -46,6 +46,11 @@ _ROWS_WITH_FEWER = {
 }
 """What a user can do about packed rows, or rows with pictures, that are too large, by unit."""
 
+_LONG_DOCUMENTS = (
+    "use overflow='split' or 'truncate' or, of pairs and other rows that stay whole, let the trainer or the collator "
+    "truncate texts, as max_length of DPOConfig does"
+)
+
 
 @dataclass(frozen=True)
 class TokenBudget(Batching):
@@ -218,7 +223,7 @@ class TokenBudget(Batching):
             large = np.flatnonzero(has > most)
             if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
                 is_document = unit == "tokens" and not sizes.packed
-                remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
+                remedy = _LONG_DOCUMENTS if is_document else _ROWS_WITH_FEWER[unit]
                 raise PackingError(
                     f"{name}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
                     f"{how if unit == 'tokens' else ''} (rows with too many: {len(large)} in all); {remedy}, or use "

@@ -239,7 +239,7 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
         )
     for name in ("length_schedule", "max_length"):
         if (value := getattr(batching, name)) is not None:
-            raise PackingError(f"{name}: expected None for whole rows, got {value}")
+            raise PackingError(f"{name}: expected None for whole rows, which are not cut, got {value}")
     if loss_unit not in (None, *UNITS):
         raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
     if found := _SORTING.intersection(getattr(trainer, "loss_types", ())):

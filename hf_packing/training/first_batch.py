@@ -80,7 +80,8 @@ class FirstBatchProof:
                 raise ModelNotSupportedError(
                     f"{type(inner).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
                     f"on {each.where}, {each.problem}. Short documents did not show this when the model was patched. "
-                    "Change the module, or train the model on padded batches without hf_packing"
+                    "Change the module, or what a hook adds to it, such as the noise of neftune_noise_alpha; or train "
+                    "the model on padded batches without hf_packing"
                 )
         self._note(what, max(proofs, key=lambda each: each.documents))
 

@@ -207,7 +207,10 @@ class _Steps(NamedTuple):
         if is_additive is False:
             text.append("the packed loss reads across documents: replacing one changes the loss of another")
         elif is_additive and found.loss_differs:
-            text.append("no document changes the loss of another, so it is a sum over documents with other weights")
+            text.append(
+                "no document changes the loss of another, so it is a sum over documents with other weights; of a mean "
+                "for each document, take loss='sequence' and no compute_loss of your own"
+            )
         return "; ".join(text) or "the steps differ on another rank"
 
     def _is_additive(self) -> bool | None:

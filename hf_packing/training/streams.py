@@ -283,8 +283,8 @@ class StreamSummary:
             f"step: {rows.ranks * rows.accumulation * rows.rows_per_batch} rows, in {rows.accumulation} micro-batches "
             f"of {rows.rows_per_batch} rows on each rank, of at most {rows.max_tokens:,} tokens\n"
             + (f"length of segments: {rows.length_schedule}\n" if rows.length_schedule is not None else "")
-            + str(self.isolation)
-        )
+            + (str(self.isolation) if self.isolation is not None else "")
+        ).rstrip()
 
 
 class MicroBatch(NamedTuple):
@@ -412,6 +412,11 @@ class StreamLoader(StepLoader):
         self._step: list[MicroBatch] = []
         """The current optimizer step."""
 
+    @property
+    def summary(self) -> StreamSummary:
+        """How the stream is read; `print` shows it. A stream has no numbers of steps, documents or labels."""
+        return StreamSummary(self.dataset, self.first_batch_proof)
+
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the loader counts epochs by itself, since a resumed Trainer counts them from 0 again."""
 
@@ -522,4 +527,5 @@ class StreamLoader(StepLoader):
             )
         self._begin_at_epoch(state["epoch"])
         self.steps_done, self.optimizer_steps = state["steps"], state["optimizer_steps"]
+        self.micro_batches_done = self.steps_done * self.accumulation
         self._positions = {each: at for each, at in positions.items() if each % self._ranks == self._rank}

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
+from hf_packing.attention.report import predicts_tokens
 from tools.tiny_model import small_config, tiny_model
 
 
@@ -104,6 +105,29 @@ def with_weights(name, value):
         return model
 
     return make
+
+
+class Own(transformers.PreTrainedModel):
+    """A model without attention, whose configuration knows no vocabulary."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, returns_tuples):
+        super().__init__(transformers.PretrainedConfig())
+        self.returns_tuples = returns_tuples
+        self.tokens, self.out = nn.Embedding(99, 16), nn.Linear(16, 99)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.tokens
+
+    def forward(self, input_ids=None, labels=None):
+        logits, loss = self.out(self.tokens(input_ids)), None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        if self.returns_tuples:
+            return (logits,) if loss is None else (loss, logits)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
 def with_tuples():
@@ -207,6 +231,8 @@ REFUSED = {
     "two texts": (lambda: head("T5ForConditionalGeneration"), f"{ALONE}.* takes two texts"),
     "few positions": (lambda: build("GPT2", n_positions=12), f"{ALONE}index out of range"),
     "tuples": (with_tuples, "return_dict: expected True in the configuration of LlamaForCausalLM"),
+    "its own tuples": (lambda: Own(True), "expected a ModelOutput, .* it returns a tuple"),
+    "no attention and no vocab_size": (lambda: Own(False), "the model never called the attention function"),
     "two heads": (lambda: with_two_heads("GPT2"), "one head, .* returns also mc_logits"),
     "two heads of GPT": (lambda: with_two_heads("OpenAIGPT"), "one head, .* returns also mc_logits"),
     "rows of a batch that it mixes": (that_mixes_rows, "padded batches are not supported: changing one"),
@@ -255,6 +281,10 @@ def test_refused_and_left_as_it_was(request, trait):
             hfp.patch_model(model)
         assert state_of(model) == before
         assert not is_patched(model)
+
+
+def test_a_language_model_without_vocab_size():
+    assert predicts_tokens(Own(False))
 
 
 OF_TRAINING = [trait for trait, (_, message) in REFUSED.items() if message.startswith(TRAINING)]

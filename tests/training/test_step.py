@@ -427,7 +427,8 @@ NOT_ISOLATED = {
 
 
 ACROSS = "the packed loss reads across documents: replacing one changes the loss of another"
-WEIGHTS = "no document changes the loss of another, so it is a sum over documents with other weights"
+WEIGHTS = "no document changes the loss of another, so it is a sum over documents with other weights; "
+WEIGHTS += "of a mean for each document, take loss='sequence' and no compute_loss of your own"
 CAUSES = {
     **dict.fromkeys(("Medusa", "three tokens ahead", "unlikelihood of earlier tokens", "contrast of tokens"), ACROSS),
     **dict.fromkeys(("a mean for each document", "a sum for each row", "weights of lengths"), WEIGHTS),

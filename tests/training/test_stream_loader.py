@@ -171,6 +171,17 @@ def test_documents_are_packed_with_level_attention(files, tmp_path):
     assert work("attention") > 1.5 * work("tokens")
 
 
+def test_what_a_loop_is_told(files):
+    loader = loader_of(packed(files))
+    assert str(loader.summary).startswith("stream: 8 logical streams, 8 on each of 1 ranks\ndocuments of each")
+    assert str(loader.summary).endswith("of at most 48 tokens")
+    list(islice(loader, 3))
+    resumed = loader_of(packed(files))
+    resumed.load_state_dict(loader.state_dict())
+    done = (loader.epoch, loader.steps_done, loader.micro_batches_done)
+    assert (resumed.epoch, resumed.steps_done, resumed.micro_batches_done) == done == (0, 3, 3)
+
+
 def test_a_trainer_and_a_loop_take_the_same_steps(files, tmp_path):
     model = partial(patched, "Llama", torch.float64)
     known = {"max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
