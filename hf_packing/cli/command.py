@@ -147,6 +147,9 @@ def _add_pack(commands: Any) -> None:
     )
     many.add_argument("--workers", type=_positive, metavar="N", help="pack with N processes of this machine")
     many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
+    many.add_argument(
+        "--tasks", type=_positive, metavar="N", help="number of tasks (default: one for about 64 MiB of files)"
+    )
     many.add_argument("--task", type=_task_of_tasks, metavar="K/N", help="do task K of N, as in array jobs")
 
 

@@ -19,10 +19,10 @@ from hf_packing.strategies.compare import name_of
 
 def run(given: argparse.Namespace) -> int:
     """Pack documents and save the rows, and return the exit code, 0."""
-    many = given.workers or given.ray or given.task
+    many = given.workers or given.ray or given.task or given.tasks
     for flag in ("split", "glob", "overwrite"):
         if many and getattr(given, flag):
-            raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray or --task")
+            raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray, --task or --tasks")
     if len(given.data) > 1 and not many:
         raise PackingError("DATA: expected one file, folder or dataset, or --workers, --ray or --task with several")
     strategy, *others = strategies_named([given.strategy], given.max_length)
@@ -79,7 +79,9 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
 
 def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
     """Pack many files by many processes, or one task of them."""
-    task, tasks = given.task or (None, None)
+    task, tasks = given.task or (None, given.tasks)
+    if given.tasks not in (None, tasks):
+        raise PackingError(f"--tasks: expected {tasks}, as in --task {task}/{tasks}, got {given.tasks}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "pack ", UserWarning)  # they are printed below
         packed = pack_files(

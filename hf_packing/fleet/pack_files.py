@@ -249,8 +249,13 @@ def _do_all(todo: Sequence[Task], executor: Any, workers: int | None) -> list[Pa
         return _results(executor.submit, todo)
     if executor is not None:
         raise PackingError(f'executor: expected None, "ray" or an object with submit, got {executor!r}')
-    if workers is not None:
-        check_whole_number("workers", workers)
+    if workers is not None and check_whole_number("workers", workers) > len(todo):
+        warnings.warn(
+            f"workers: {workers - len(todo)} of {workers} have nothing to do, since there is one task for about "
+            f"{_BYTES_OF_A_TASK >> 20} MiB of files, here {len(todo)}; pass tasks={workers} for more, of at least "
+            "a file each",
+            stacklevel=3,
+        )
     for _ in range(_TRIES):  # tasks that are done are only checked in the next try
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepare_worker)
         with suppress(BrokenProcessPool), pool:

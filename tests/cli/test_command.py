@@ -110,6 +110,7 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
         (["pack", "{data}", "{data}", "--output", "{folder}/out"], "DATA"),
         (["pack", "{data}", "--output", "{folder}/out", "--task", "4/3"], "task: expected"),
         (["pack", "{data}", "--output", "{folder}/out", "--workers", "1", "--overwrite"], "--overwrite"),
+        (["pack", "{data}", "--output", "{folder}/out", "--task", "1/2", "--tasks", "3"], "--tasks: expected 2"),
         (["check", "nobody/nothing"], "MODEL: expected a name on the hub, a folder, or an architecture such as llama"),
     ],
 )

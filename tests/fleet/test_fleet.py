@@ -102,6 +102,11 @@ def test_any_engine_writes_the_same_files(files, tmp_path, engine, request):
     assert str(packed) == str(read_manifest(str(tmp_path / "here")))
 
 
+def test_workers_without_a_task_are_said(files, tmp_path):
+    with pytest.warns(UserWarning, match="workers: 1 of 2 have nothing to do, .* here 1; pass tasks=2 for more"):
+        hfp.fleet.pack(files, STRATEGY, tmp_path / "out", workers=2)
+
+
 def test_order_and_kind_of_the_files_do_not_matter(files, tmp_path):
     pack_here(files, tmp_path / "list")
     pack_here(files[::-1], tmp_path / "reversed")
