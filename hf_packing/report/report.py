@@ -140,7 +140,7 @@ def _recommend(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequen
     single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
     enough = min(row.metrics.num_packs for row in single) * (1 + _WORTH_IT)
     best = min((row for row in single if row.metrics.num_packs <= enough), key=_simplicity)
-    return Recommendation(best.name, f"{_gain(best)}; {_cost(lengths, best)}", best.speed_up)
+    return Recommendation(best.name, f"{_gain(best)}; {_cost(lengths, best, rows)}", best.speed_up)
 
 
 def _row_length(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequence[ReportRow]) -> PaddedRow:
@@ -171,9 +171,11 @@ def _gain(best: ReportRow) -> str:
     return f"it is about {best.speed_up:.1f} times as fast as {padding} (counted in operations, not measured)"
 
 
-def _cost(lengths: LengthSummary, best: ReportRow) -> str:
+def _cost(lengths: LengthSummary, best: ReportRow, rows: Sequence[ReportRow]) -> str:
     cut = best.metrics.num_cut_documents
     cuts = f"cuts {cut / lengths.documents:.2%} of the documents" if cut else "cuts no document"
+    if cut and len(rows) > 1 and cut == min(row.metrics.num_cut_documents for row in rows):
+        cuts += ", the fewest of all strategies"
     if cut and cut == best.padded.cut_documents:
         cuts += ", which are longer than a row"
     reasons = f"it {cuts}, leaves {best.metrics.padding_ratio:.2%} of the slots empty"
