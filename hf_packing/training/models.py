@@ -32,9 +32,11 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice
+from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import check_labels_are_hidden
+from hf_packing.training.losses import Batch
 from hf_packing.training.model_loss import check_predicts_next
 
 
@@ -159,11 +161,12 @@ def not_patched(names: Sequence[str]) -> str:
 
 
 @contextmanager
-def watched_for_unpatched(tokens: Tensor) -> Iterator[list[str]]:
-    """Context manager that yields a list, to which the classes of models of transformers are added that embed the
-    tokens of a packed batch in the block without being patched, whoever holds them."""
+def watched_for_unpatched(batch: Batch) -> Iterator[list[str]]:
+    """Context manager that yields a list, to which the classes of models of transformers are added, at the end of the
+    block, that embed a part of a packed batch with a border in it without being patched, whoever holds them."""
     patched: set[nn.Module] = set()
     called: list[PreTrainedModel] = []
+    embedded: list[nn.Module] = []
     found: list[str] = []
 
     def look(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -172,11 +175,9 @@ def watched_for_unpatched(tokens: Tensor) -> Iterator[list[str]]:
                 patched.update(module.modules())
             else:
                 called.append(module)
-        if not isinstance(module, nn.Embedding) or module in patched or not given:
-            return
-        if isinstance(given[0], Tensor) and given[0].shape == tokens.shape and torch.equal(given[0], tokens):
-            names = [type(each).__name__ for each in called if module in {*each.modules()}]
-            found.extend(name for name in names[:1] if name not in found)  # the outermost model
+        is_embedding = isinstance(module, nn.Embedding) and module not in patched
+        if is_embedding and given and isinstance(given[0], Tensor) and _crosses_a_border(given[0], batch):
+            embedded.append(module)
 
     hook = nn.modules.module.register_module_forward_pre_hook(look)
     try:
@@ -185,6 +186,20 @@ def watched_for_unpatched(tokens: Tensor) -> Iterator[list[str]]:
             yield found
     finally:
         hook.remove()
+    inside = {id(each) for model in called for each in model.modules() if each is not model}
+    outermost = dict.fromkeys(each for each in called if id(each) not in inside and each not in patched)
+    found += [type(each).__name__ for each in outermost if not {*each.modules()}.isdisjoint(embedded)]
+
+
+def _crosses_a_border(tokens: Tensor, batch: Batch) -> bool:
+    """Return whether tokens are those of some neighbouring places in a packed row, of more than one document."""
+    row, number = batch[INPUT_IDS].flatten(), tokens.numel()
+    if tokens.is_floating_point() or not 1 < number <= len(row):
+        return False
+    begins = (row.unfold(0, number, 1) == tokens.flatten()).all(1).nonzero()[:, 0]
+    borders = batch[CU_SEQ_LENS[0]][1:-1] if CU_SEQ_LENS[0] in batch else torch.arange(1, len(row), device=row.device)
+    crosses = ((begins[:, None] < borders) & (borders < begins[:, None] + number)).any(1)
+    return len(begins) > 0 and bool(crosses.all())
 
 
 def _describe(model: PreTrainedModel) -> str:

@@ -217,7 +217,7 @@ class TrainerCase(PackedCase):
         self.documents = on_all_ranks(lambda _: self._next_documents()) if batch is None else documents_of(batch)
 
     def unpatched(self, of: list[Document]) -> str:
-        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self._batch(of)[INPUT_IDS]) as found:
+        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self._batch(of)) as found:
             self.runner.run(self.packed(of))
         return not_patched(found) if found else ""
 
