@@ -108,10 +108,10 @@ _NOTHING = 1e-9
 
 
 def shares_of(examples: upstream.Examples, shares: int) -> list[Share]:
-    """Divide the shards of a stream into equal shares: of documents if the stream is small and their numbers are known,
-    or else of bytes."""
+    """Divide the shards of a stream into equal shares: of documents if the stream is small and their numbers are known
+    (before filters), or else of bytes."""
     sizes = sizes_of_shards(examples)
-    documents = upstream.documents_of_shards(examples) if sum(sizes) < _SMALL else None
+    documents = upstream.documents_of_shards(examples, after_filters=False) if sum(sizes) < _SMALL else None
     return equal_shares(sizes if documents is None else [max(number, _NOTHING) for number in documents], shares)
 
 

@@ -5,6 +5,7 @@
 
 import os
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import datasets
@@ -15,6 +16,7 @@ from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
     CyclingMultiSourcesExamplesIterable,
     DataSourcesShufflingDisallowed,
+    FilteredExamplesIterable,
     FormattedExamplesIterable,
     HorizontallyConcatenatedMultiSourcesExamplesIterable,
     MappedExamplesIterable,
@@ -23,6 +25,7 @@ from datasets.iterable_dataset import (
     SelectColumnsIterable,
     SkipExamplesIterable,
     TakeExamplesIterable,
+    VerticallyConcatenatedMultiSourcesExamplesIterable,
     _BaseExamplesIterable,
 )
 
@@ -165,10 +168,10 @@ def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
 def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:
     """Return the file of each shard, and the row groups of the file that are in the shard (None for all).
 
-    The result is None if the stream is not read from files, or is made of several streams.
+    The result is None if the stream is not read from files, or mixes several streams.
     """
-    while getattr(examples, "ex_iterable", None) is not None:
-        examples = examples.ex_iterable
+    if within := inner(examples):
+        return _one_after_another(examples, [shard_files(each) for each in within])
     arguments = getattr(examples, "kwargs", {})
     files = arguments.get("base_files") or arguments.get("files")
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
@@ -176,18 +179,19 @@ def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] 
     return list(zip(files, arguments.get("row_groups_list") or [None] * len(files), strict=True))
 
 
-def documents_of_shards(examples: Examples) -> list[int] | None:
+def documents_of_shards(examples: Examples, after_filters: bool = True) -> list[int] | None:
     """Return the number of documents in each shard of datasets, or of parquet files on this machine.
 
     The result is None if only reading the documents says how many there are.
+
+    Args:
+        after_filters: False for the documents that filters and functions of batches get.
     """
-    while (inside := getattr(examples, "ex_iterable", None)) is not None:
-        if type(examples) is MappedExamplesIterable:
-            if examples.batched:
-                return None
-        elif type(examples) not in (FormattedExamplesIterable, RebatchedArrowExamplesIterable, SelectColumnsIterable):
+    if within := inner(examples):
+        keeps = not isinstance(examples, (FilteredExamplesIterable, RepeatExamplesIterable))
+        if after_filters and (getattr(examples, "batched", False) or not keeps):
             return None
-        examples = inside
+        return _one_after_another(examples, [documents_of_shards(each, after_filters) for each in within])
     shards = getattr(examples, "kwargs", {}).get("shards", ())
     if shards and all(isinstance(each, datasets.Dataset) for each in shards):
         return [*map(len, shards)]
@@ -196,6 +200,22 @@ def documents_of_shards(examples: Examples) -> list[int] | None:
         return None
     rows = {file: _rows_of_groups(file) for file in dict.fromkeys(file for file, _ in files)}
     return [sum(rows[file] if groups is None else [rows[file][group] for group in groups]) for file, groups in files]
+
+
+def _one_after_another(examples: Examples, found: list[list[Any] | None]) -> list[Any] | None:
+    """Return what was found of the shards of the streams that an object reads one after another; None for others."""
+    in_order = (
+        FormattedExamplesIterable,
+        MappedExamplesIterable,
+        RebatchedArrowExamplesIterable,
+        RepeatExamplesIterable,
+        SelectColumnsIterable,
+        VerticallyConcatenatedMultiSourcesExamplesIterable,
+    )
+    if not isinstance(examples, in_order) or depends_on_places(examples):
+        return None
+    known = [each for each in found if each is not None]
+    return [*chain.from_iterable(known)] if len(known) == len(found) else None
 
 
 def _rows_of_groups(file: str) -> list[int]:
