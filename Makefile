@@ -11,7 +11,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALLED := $(VENV)/.installed
 INSTALLED_FOR_DEMO := $(VENV)/.installed-for-demo
 
-.PHONY: demo test test-all test-oldest test-newest survey lint bench docs clean
+.PHONY: demo test test-all test-deepspeed test-oldest test-newest survey lint bench docs clean
 
 demo: $(INSTALLED_FOR_DEMO)
 	$(VENV)/bin/python -u recipes/quickstart.py
@@ -26,6 +26,11 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not survey"
+
+# DeepSpeed is installed only here: accelerate imports it in every process that trains, once it is there.
+test-deepspeed: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --no-compile --quiet --constraint constraints.txt --editable ".[deepspeed]"
+	$(VENV)/bin/python -m pytest -n 1 tests/training/test_deepspeed.py
 
 # The wheel is tested, not the checkout: the tests run in a copy of it without the package.
 test-oldest test-newest: test-%:

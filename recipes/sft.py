@@ -20,6 +20,7 @@ import datasets
 from accelerate import PartialState
 from common import flag
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
 import hf_packing as hfp
@@ -99,7 +100,10 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
-    summary = hfp.attach(trainer, batching, loss=given.loss, match_documents_per_step=given.match_documents_per_step)
+    # ZeRO-3 learns from the first calls in which order modules run, and TRL's loss does not run the output layer
+    prove = "model" if is_deepspeed_zero3_enabled() else "first batch"
+    how = {"loss": given.loss, "match_documents_per_step": given.match_documents_per_step, "prove": prove}
+    summary = hfp.attach(trainer, batching, **how)
     trainer.accelerator.print(summary)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()

@@ -286,7 +286,7 @@ class Logits(Tensor):
         if name == "__get__":
             name = function.__self__.__name__
         is_hook = name in ("register_hook", "retain_grad") and args[0].known is None
-        if is_hook and not _is_of_torch(*args[1:]):
+        if is_hook and not _maker_of(*args[1:]).startswith(("torch.distributed.", "deepspeed.")):
             if not args[0].head.sums:  # no loss is computed yet, so it can be one of whole rows
                 args[0].head.reason, is_hook = "a hook is registered on the logits", False
             elif name == "retain_grad":
@@ -493,7 +493,7 @@ def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel)
     if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
         return "the output layer is compiled", False
     hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]
-    if not all(map(_is_of_torch, chain(*hooks))):
+    if not all(_maker_of(hook).startswith("torch.distributed.") for hook in chain(*hooks)):
         return "the output layer, or a module around it, has a backward hook", False
     if any(isinstance(module, FullyShardedDataParallel) for module in around[around.index(inner) :]):
         return "the first version of FSDP shards the output layer on its own", True
@@ -512,9 +512,10 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-def _is_of_torch(hook: Any = None) -> bool:
-    """Return whether a hook is one of DDP or FSDP, which only wait for the backward pass."""
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
+def _maker_of(hook: Any = None) -> str:
+    """Return the name of the module that a hook is from. Those of DDP, FSDP and DeepSpeed only wait for the backward
+    pass."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
 
 def _is_distributed(layer: nn.Module) -> bool:

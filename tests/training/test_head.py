@@ -658,6 +658,26 @@ def test_hooks_on_logits_after_their_loss():
     assert logits.grad.any()
 
 
+def test_the_hook_of_deepspeed_on_all_outputs():
+    """It waits for the first gradient of an output, that of the loss."""
+    model, called = patched("Llama", torch.float64), []
+
+    def hook(gradient):
+        called.append(gradient.shape)
+        return gradient
+
+    hook.__module__ = "deepspeed.runtime.utils"
+    batch = batch_for(model)
+    expected = result_of(model, batch)
+    model.zero_grad()
+    outputs = run_later(model, batch)
+    for output in (outputs.logits, outputs.loss):
+        output.register_hook(hook)
+    outputs.loss.backward()
+    assert called[0] == outputs.loss.shape
+    check_same(outputs.loss.item(), gradients_of(model), *expected)
+
+
 def weighted_by_hand(logits, labels):
     losses = F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")
     return (losses * (labels[0, 1:] != -100)).sum()
