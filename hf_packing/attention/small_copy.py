@@ -72,12 +72,13 @@ SIZES = {
         3: "loop_layer_index_end",
         2: (
             "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads type_vocab_size "
+            "num_experts_per_token "
             "index_n_heads swa_num_key_value_heads zero_expert_num n_mamba_heads hc_sinkhorn_iters o_groups "
             "index_topk_blocks expansion_ratio n_layers_per_attn_res_block split_ngram_parts num_codebooks"
         ),
         1: (
             "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups "
-            "mamba_ngroups pretraining_tp loop_layer_index_start"
+            "num_expert_group mamba_ngroups pretraining_tp loop_layer_index_start"
         ),
         0: "num_nextn_predict_layers num_mtp_layers",
     }.items()
