@@ -76,6 +76,7 @@ from hf_packing.attention.route import (
 )
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
 from hf_packing.attention.split_row import SplitLayout
+from hf_packing.batch.collate import refuse_lost_first_labels
 from hf_packing.batch.loader import check_loader
 from hf_packing.batch.segments import part_in
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PADDING_SEGMENT, PARENTS, SEQ_IDX, SEQ_LENGTHS
@@ -528,7 +529,7 @@ batches of 3 tokens, all tokens are trained on and left unchanged."""
 
 
 def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor) -> None:
-    """Raise PackingError if a model would only learn to copy its input.
+    """Raise PackingError if a model would only learn to copy its input, or does not learn first tokens.
 
     The check is made only for models that see the input token at each label's position, such as masked language models,
     and only if input_ids and labels are tensors of the same shape. A patched model makes it in training, until a batch
@@ -542,7 +543,7 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
 
     Raises:
         PackingError: all labels only repeat the input tokens, and no segment has labels for only some of its tokens. A
-            missing label at the first token is ignored.
+            missing label at the first token is ignored. Or first tokens have lost their labels.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:
@@ -552,6 +553,7 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     trained = labels != IGNORED_LABEL
     ends_within = (trained[1:] != trained[:-1]) & ~is_first[1:] & ~is_first[:-1]  # of trained tokens, or a gap in them
     if (labels != ids)[trained].any() or ends_within.any():
+        refuse_lost_first_labels(ids, labels, borders[:-1][np.diff(borders) > 1])
         getattr(model, PATCH).knows_labels = True
     elif trained.sum() >= _FEWEST:
         raise PackingError(

@@ -207,8 +207,8 @@ def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     return joined
 
 
-_UNLIKELY = 30.0
-"""Labels are lost if it would be less likely than exp(-30) that no segment has one at its first token."""
+_UNLIKELY = 20.0
+"""Labels are lost if it would be less likely than exp(-20) that no segment has one at its first token."""
 
 
 def refuse_lost_first_labels(input_ids: IntArray, labels: IntArray, begin: IntArray) -> None:
@@ -223,7 +223,7 @@ def refuse_lost_first_labels(input_ids: IntArray, labels: IntArray, begin: IntAr
     """
     if not len(begin) or (labels[begin] != IGNORED_LABEL).any() or len(np.unique(input_ids[begin])) < 2:
         return
-    share = min(float(np.mean(labels[begin + 1] != IGNORED_LABEL)), 0.99)
+    share = min(float(np.mean(labels[begin + 1] != IGNORED_LABEL)), 0.999)
     if -len(begin) * np.log1p(-share) > _UNLIKELY:
         raise PackingError(
             "labels: expected labels at first tokens for a model that does not predict the next token, got "

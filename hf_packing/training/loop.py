@@ -29,7 +29,7 @@ from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import LoopSteps, PackedLoader
 from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
-from hf_packing.training.model_loss import WholeStep, check_first_labels, collator_for, own_loss_of
+from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import save_with
@@ -276,7 +276,6 @@ def compute_loss(model: nn.Module, batch: Batch, *, loss: Loss | None = None, nu
     """
     check_keys(batch)
     check_patched(model)
-    check_first_labels(model, batch)
     step = WholeStep.of(model, batch, check_choice("loss", loss or "token", Loss))
     items = _items_of_step(batch, loss, num_items_in_batch)
     result = step.run(model)[0] * step.share_of(items)

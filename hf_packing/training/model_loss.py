@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -31,8 +30,8 @@ from hf_packing.attention import (
     small_copy_of,
     takes_argument,
 )
-from hf_packing.batch.collate import PackingCollator, is_tree_batch, refuse_lost_first_labels
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.batch.collate import PackingCollator, is_tree_batch
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import (
@@ -160,22 +159,6 @@ def _asked_before(model: nn.Module) -> OwnLoss | None:
         with suppress(Exception):  # a model may raise anything
             _KNOWN[inner] = function, _ask(model)
     return _KNOWN[inner][1]
-
-
-_CHECKED: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
-"""The models of whose batches one was checked by `check_first_labels`."""
-
-
-def check_first_labels(model: nn.Module, batch: Batch) -> None:
-    """Raise PackingError if a model does not predict the next token, but its first batch lacks the labels of first
-    tokens."""
-    inner = inner_model(model)
-    if inner in _CHECKED or LABELS not in batch:  # trees, and batches of loaders that know the model
-        return
-    _CHECKED.add(inner)
-    if (known := _asked_before(model)) is not None and not known.predicts_next:
-        ids, labels, borders = (batch[name].flatten().cpu().numpy() for name in (INPUT_IDS, LABELS, CU_SEQ_LENS[0]))
-        refuse_lost_first_labels(ids, labels, borders[:-1][np.diff(borders) > 1])
 
 
 def predicts_next(model: nn.Module) -> bool:

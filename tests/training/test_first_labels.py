@@ -100,7 +100,7 @@ def test_a_loss_without_first_labels_is_refused(kind):
             for ids, tags in zip(IDS, TAGS, strict=True)
         ]
         assert float(hfp.compute_loss(model, batch)) == pytest.approx(float(sum(alone)) / sum(LENGTHS), rel=1e-5)
-    other = hfp.patch_model(tiny_model("bert", kind).eval())
+    other = hfp.patch_model(tiny_model("bert", kind).train())
     with pytest.raises(hfp.PackingError, match="labels: expected labels at first tokens for a model that does not pre"):
         hfp.compute_loss(other, hfp.PackingCollator()(documents))
 
