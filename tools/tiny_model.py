@@ -137,6 +137,7 @@ SETTINGS: dict[str, Any] = (
     | dict.fromkeys(("decoder_start_token_id", "cls_token_id"), 1)
     | dict.fromkeys(("forced_eos_token_id", "final_logit_softcapping", "use_bidirectional_attention"))
     | dict.fromkeys(("moe_latent_size", "mtp_layers_block_type"))
+    | {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "n_layers_per_attn_res_block": 2}
     | SIZES
 )
 """Maps the name of each setting in transformers' configurations to the value that tiny models use."""

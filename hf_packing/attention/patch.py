@@ -48,7 +48,7 @@ from hf_packing.attention.route import (
 )
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.attention.search import Search
-from hf_packing.attention.small_copy import has_thresholds, random_where_zero, small_copy_of
+from hf_packing.attention.small_copy import NoCopyError, has_thresholds, random_where_zero, small_copy_of
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -326,10 +326,6 @@ _COPY_DTYPES = (torch.float64, torch.float32)
 layer to layer. In float64, the errors stay small, but some kernels do not support float64."""
 
 
-class _NoCopyError(ModelNotSupportedError):
-    """Raised if a model's class or its configuration rejects small sizes."""
-
-
 def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
     """Install the fastest route that is proven to keep documents apart.
 
@@ -513,14 +509,7 @@ def patched_copy_of(model: PreTrainedModel) -> PreTrainedModel:
         ModelNotSupportedError: no copy can be built, or no route can be proven on it.
     """
     for dtype in _COPY_DTYPES:
-        try:
-            copy = small_copy_of(model, dtype)
-        except Exception as error:  # a configuration may be rejected for many reasons
-            raise _NoCopyError(
-                f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
-                f"built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
-                "prove='model' before the model is sharded"
-            ) from error
+        copy = small_copy_of(model, dtype)
         try:
             find_and_prove(copy)
             return copy
@@ -571,7 +560,7 @@ def find_for_long_documents(model: PreTrainedModel) -> None:
     known = known_routes.pop(key, None)  # which is the short one; a model that takes no packed rows has none
     try:
         long = find_on_small_copy(model)
-    except _NoCopyError as error:
+    except NoCopyError as error:
         install(model, short)
         warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=4)
         return

@@ -13,12 +13,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.snapshot import WeightSnapshot
+from hf_packing.errors import ModelNotSupportedError
 
 VOCABULARY = 128
 """Number of tokens that a small model knows."""
 
 THRESHOLDS = {
     "sliding_window": 8,
+    "attention_window": 8,
     "attention_window_size": 8,
     "attention_chunk_size": 8,
     "sliding_window_size": 8,
@@ -69,16 +71,15 @@ SIZES = {
             "num_local_experts moe_num_experts mamba_dt_rank time_step_rank linear_num_value_heads linear_num_heads "
             "swa_num_attention_heads prompt_length index_block_size gated_norm_rank"
         ),
-        3: "loop_layer_index_end",
         2: (
             "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads type_vocab_size "
             "num_experts_per_token "
             "index_n_heads swa_num_key_value_heads zero_expert_num n_mamba_heads hc_sinkhorn_iters o_groups "
-            "index_topk_blocks expansion_ratio n_layers_per_attn_res_block split_ngram_parts num_codebooks"
+            "index_topk_blocks expansion_ratio split_ngram_parts num_codebooks"
         ),
         1: (
             "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups "
-            "num_expert_group mamba_ngroups pretraining_tp loop_layer_index_start"
+            "num_expert_group mamba_ngroups pretraining_tp"
         ),
         0: "num_nextn_predict_layers num_mtp_layers",
     }.items()
@@ -94,6 +95,7 @@ _KEPT_EQUAL = (
     ("num_kv_heads", "num_attention_heads"),
     ("num_kv_heads", "n_head"),
     ("head_dim", "qk_rope_head_dim"),
+    ("segment_means_seq_len", "num_landmarks"),
 )
 """Pairs of settings. If the two settings are equal in the model, they also have to be equal in the copy."""
 
@@ -118,6 +120,10 @@ _KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
 the parameter's module relies on them."""
 
 
+class NoCopyError(ModelNotSupportedError):
+    """Raised if a model's class or its configuration rejects small sizes."""
+
+
 def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a small copy of a model on the CPU, with random weights.
 
@@ -125,13 +131,19 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
     evaluation mode.
 
     Raises:
-        Exception: the model's class, or its configuration class, rejects the small sizes. The type of the error depends
-            on the class.
+        NoCopyError: the model's class, or its configuration class, rejects the small sizes.
     """
-    small = type(model.config).from_dict(_shrink(model.config))
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
+    try:
+        small = type(model.config).from_dict(_shrink(model.config))
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
+    except Exception as error:  # its type depends on the class
+        raise NoCopyError(
+            f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
+            f"built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
+            "prove='model' before the model is sharded"
+        ) from error
     randomize(copy)
     own = model.config._attn_implementation
     if own != copy.config._attn_implementation and not any(kind in str(own) for kind in _OF_CUDA):
@@ -146,6 +158,8 @@ def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     for name, value in before.items():
         if isinstance(value, dict) and all(type(each) is int for each in value.values()):
             settings[name] = {kind: min(each, _MOST_PER_KIND) for kind, each in value.items()}
+        elif name in THRESHOLDS and isinstance(value, list):  # one for each layer
+            settings[name] = [min(each, THRESHOLDS[name]) for each in value]
         elif type(value) is int:
             most = _LARGEST_TOKEN if name.endswith("_token_id") else (SIZES | THRESHOLDS).get(name, value)
             settings[name] = min(value, most)

@@ -58,9 +58,10 @@ def run(given: argparse.Namespace) -> int:
     try:
         model, checked = _model_named(given)
     except Exception as error:  # of transformers, of the hub or of files
+        named = "its usual configuration makes no model; pass a folder with a config.json: "
         raise PackingError(
-            "MODEL: expected a name on the hub, a folder, or an architecture such as llama, of which a model can be "
-            f"made, got {given.model!r}: {type(error).__name__}: {reason_of(error)}"
+            f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, got {given.model!r}: "
+            f"{named if _is_architecture(given) else ''}{type(error).__name__}: {reason_of(error)}"
         ) from None
     say(f"{given.model}: {checked}")
     stock, refusal = None, ""
@@ -109,10 +110,7 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
     architecture with its usual sizes, or of the class and configuration of the model.
     """
     name, code = given.model, {"trust_remote_code": given.trust_remote_code}
-    if name in CONFIG_MAPPING_NAMES and not given.weights and not Path(name).exists():
-        config = AutoConfig.for_model(name)
-    else:
-        config = AutoConfig.from_pretrained(name, **code)
+    config = AutoConfig.for_model(name) if _is_architecture(given) else AutoConfig.from_pretrained(name, **code)
     head = _head_of(config, given.trust_remote_code)
     if given.weights:
         model, info = head.from_pretrained(name, output_loading_info=True, **code)
@@ -122,6 +120,10 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
     with torch.device("meta"):
         model = head.from_config(config, **code) if hasattr(head, "from_config") else head._from_config(config)
     return model, f"a small {type(model).__name__} with as many layers and random weights"
+
+
+def _is_architecture(given: argparse.Namespace) -> bool:
+    return given.model in CONFIG_MAPPING_NAMES and not given.weights and not Path(given.model).exists()
 
 
 def _head_of(config: PreTrainedConfig, trust_remote_code: bool) -> Any:

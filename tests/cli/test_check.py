@@ -4,11 +4,12 @@ import json
 import re
 
 import pytest
+import torch
 import transformers
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.attention import route_of
+from hf_packing.attention import patched_copy_of, route_of, small_copy_of
 from hf_packing.cli import main
 from tools.tiny_model import tiny_model
 
@@ -64,6 +65,29 @@ def test_check_of_an_architecture(capsys, model, code, route):
 
 
 @pytest.mark.slow
+def test_architectures_that_make_no_model_or_no_copy(capsys):
+    assert main(["check", "nemotron"]) == 2
+    said = capsys.readouterr().err
+    assert "got 'nemotron': its usual configuration makes no model; pass a folder with a config.json: TypeErr" in said
+    assert main(["check", "reformer"]) == 1
+    said = one_line(capsys.readouterr().out)
+    assert "patch_model refuses the model: ReformerForMaskedLM: isolation has to be tested on a small copy" in said
+    assert "no copy can be built: Make sure that config.axial_pos_embds factors: (64, 192) sum to" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["longformer", "nystromformer"])
+def test_copies_have_the_windows_and_landmarks_of_the_model(name):
+    with torch.device("meta"):
+        model = transformers.AutoModelForMaskedLM.from_config(transformers.AutoConfig.for_model(name))
+    assert hfp.check_isolation(patched_copy_of(model)).isolated
+    small = small_copy_of(model).config.to_dict()
+    if name == "longformer":
+        assert small["attention_window"] == [8] * 12
+    else:
+        assert small["segment_means_seq_len"] == small["num_landmarks"] == 8
+
+
 def test_an_encoder_decoder_is_refused(capsys):
     assert main(["check", "t5", "--json"]) == 1
     assert "an encoder-decoder takes two texts" in json.loads(capsys.readouterr().out)["refusal"]
