@@ -88,6 +88,7 @@ def test_copies_have_the_windows_and_landmarks_of_the_model(name):
         assert small["segment_means_seq_len"] == small["num_landmarks"] == 8
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_refused(capsys):
     assert main(["check", "t5", "--json"]) == 1
     assert "an encoder-decoder takes two texts" in json.loads(capsys.readouterr().out)["refusal"]
