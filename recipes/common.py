@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,10 @@ def on_cpu() -> dict[str, Any]:
 
 
 def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datasets.Dataset:
-    """Return the rows of a file, of a folder of `save_to_disk`, or of a dataset on the hub.
+    """Return the rows of a file, of the files of a pattern, of a folder of `save_to_disk`, or of a dataset on the hub.
 
     Args:
-        data: path, or name of the dataset.
+        data: path, pattern, or name of the dataset. Each line of a .txt file is a row.
         columns: columns that the rows must have.
         flag: the flag that names the data.
 
@@ -106,12 +107,13 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
     """
     path = Path(data)
     formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]
-    if formats and not path.is_file():
+    files = [data] if path.is_file() else sorted(glob(data, recursive=True))
+    if formats and not files:
         raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
     if path.is_file() and not formats:
         raise ValueError(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
     if formats:
-        rows = datasets.load_dataset(formats[-1], data_files=data, split="train")
+        rows = datasets.load_dataset(formats[-1], data_files=files, split="train")
     else:
         rows = datasets.load_from_disk(data) if path.is_dir() else datasets.load_dataset(data, split="train")
     if missing := [name for name in columns if name not in rows.column_names]:

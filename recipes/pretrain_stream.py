@@ -5,9 +5,9 @@
         --tokenizer gpt2 --max_length 4096 --max_steps 100000
     torchrun --nproc-per-node 2 recipes/pretrain_stream.py --resume_from_checkpoint last
 
-Rows have a `text`, a `prompt` and a `completion`, or `messages`, and are trained on as a whole. Shares are shares of
-the tokens. Without --data, the texts are the short and the long functions of the Python standard library; without
---model, a small Llama is trained from scratch.
+Rows have a `text`, a `prompt` and a `completion`, or `messages`, and are trained on as a whole; each line of a .txt
+file is a row. Shares are shares of the tokens. Without --data, the texts are the short and the long functions of the
+Python standard library; without --model, a small Llama is trained from scratch.
 
 A run may be stopped at any time, and resumed on another number of processes that divides --rows_per_step and --streams:
 it takes the same steps, and reads no document again but those of the last windows. With --start_length and

@@ -31,6 +31,7 @@ _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 """Kinds of files by suffix. Files with another suffix are text."""
+_OF_LINES = ".txt"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BUILDERS: dict[str, dict[str, Any]] = {
     _JSON: {"path": "json"},
@@ -53,8 +54,8 @@ class Documents:
 
     Args:
         data: a file or a URL; a folder; a saved dataset; or the name of a dataset on the hub. Files are JSON lines, a
-            JSON array, parquet, Arrow, CSV, TSV, or text: each line is a document, or each file of a folder. JSON and
-            text may be compressed. All files of a folder must be of the same kind.
+            JSON array, parquet, Arrow, CSV, TSV, or text; each line of a .txt file is a document, and each file with
+            another suffix. JSON and text may be compressed. All files of a folder must be of the same kind.
         split: name of the split to read of a saved dataset or a dataset on the hub; None for "train".
         glob: pattern for the names of the files to read in a folder, such as "*.py"; None for all files.
         skip_bad: True to leave out lines and rows that cannot be used, and to list them in `skipped`; False to raise an
@@ -153,7 +154,7 @@ class Documents:
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the rows of JSON files and text files."""
         for file in self.files:
-            whole = _begins_array(file) if self.kind == _JSON else Path(self.data).is_dir()
+            whole = _begins_array(file) if self.kind == _JSON else _suffix_of(file) != _OF_LINES
             for place, part in _parts(file, whole):
                 try:
                     text = part.decode("utf-8-sig")
@@ -218,8 +219,12 @@ def find_files(data: str, glob: str | None = None) -> list[str]:
 
 def kind_of(file: str) -> str:
     """Return how a file is read: as "JSON", "parquet", "arrow", "csv", "tsv" or "text"."""
-    suffixes = [suffix for suffix in Path(file.lower()).suffixes if suffix not in _COMPRESSED]
-    return _KINDS.get(suffixes[-1], _TEXT) if suffixes else _TEXT
+    return _KINDS.get(_suffix_of(file), _TEXT)
+
+
+def _suffix_of(file: str) -> str:
+    """Return the suffix of a file in lower case, without that of its compression; an empty text if there is none."""
+    return next((each for each in reversed(Path(file.lower()).suffixes) if each not in _COMPRESSED), "")
 
 
 def _numbered(place: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:

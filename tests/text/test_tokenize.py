@@ -726,12 +726,17 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
     (tmp_path / "data" / "sub" / "b.md").write_text("three\n")
     (tmp_path / "data" / "sub" / "c.md").write_text("\n \n")
     (tmp_path / "data" / ".hidden" / "d.md").write_text("not a document")
-    assert read(tmp_path / "data" / "a.md")[0] == ["one", "two", "three"]
+    assert read(tmp_path / "data" / "a.md")[0] == ["one two three"]
     assert read(tmp_path / "data")[0] == ["one two three", "three"]
     (tmp_path / "data" / "notes.txt").write_text("two")
     for pattern in ("*.md", "**/*.md"):
         assert read(tmp_path / "data", glob=pattern)[0] == ["one two three", "three"]
     assert read(tmp_path / "data", glob="sub/*")[0] == ["three"]
+    (tmp_path / "lines").mkdir()
+    for name in ("a.txt", "b.TXT"):
+        (tmp_path / "lines" / name).write_bytes(b"\xef\xbb\xbfone\ntwo\n\n  \r\nthree\n")
+        assert read(tmp_path / "lines" / name)[0] == ["one", "two", "three"]
+    assert read(tmp_path / "lines")[0] == ["one", "two", "three"] * 2
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows" / "b.jsonl", ROWS)
     (tmp_path / "rows" / "README.md").write_text("about the rows")
