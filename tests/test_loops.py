@@ -313,6 +313,14 @@ def test_what_does_not_fit(tmp_path):
         quickstart.main(["--data", "nowhere.jsonl"])
 
 
+def test_files_of_a_pattern(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} one\n{name} two\n")
+    assert common.read(str(tmp_path / "*.txt"))["text"][:] == ["a one", "a two", "b one", "b two"]
+    with pytest.raises(ValueError, match="--data: expected a file or a dataset's name, got .*c.txt', which does not"):
+        common.read(str(tmp_path / "c.txt"))
+
+
 @pytest.mark.slow
 def test_documents_of_the_standard_library():
     functions = common.functions()["text"][:]
