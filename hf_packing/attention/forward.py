@@ -123,6 +123,10 @@ class Patch:
         modules = [*self.model.modules()]
         self.lists = [each for each in modules if isinstance(each, nn.ModuleList)]
         self.may_checkpoint = [each for each in modules if hasattr(each, "gradient_checkpointing")]
+        self._parts: list[tuple[str, nn.Module, dict[str, nn.Module | None]]] = []
+        """The name of each module, the module, and its own modules."""
+        self._known: set[nn.Module] = set()
+        """All modules that the model has had."""
         self._note_parts()
 
     def replace(self, forward: ReplacedForward) -> None:
@@ -144,12 +148,9 @@ class Patch:
     def check_modules(self) -> None:
         """Raise PackingError if a module was put in after the patch. It may wrap the one that was there, as an adapter
         does, or have no parts, as a layer of FP8, if the patch has changed nothing in its place."""
-        if all(owner._modules == before for _, owner, before in self._parts):
-            return
-        known = {owner for _, owner, _ in self._parts}
         for name, owner, before in self._parts:
-            for key, new in owner._modules.items():
-                if new is None or new in known:
+            for key, new in owner._modules.items() if owner._modules != before else ():
+                if new is None or new in self._known:
                     continue
                 old, inside = before.get(key), {*new.modules()}
                 if old not in inside and (len(inside) > 1 or any(old is each.module for each in self.replaced)):
@@ -158,11 +159,16 @@ class Patch:
                         f"{type(new).__name__}; call unpatch_model before you put a module in, and patch_model "
                         "afterwards"
                     )
-        self._note_parts()
+        self.note_modules()
+
+    def note_modules(self) -> None:
+        """Note the modules that are there, after a forward too, since a few models exchange modules themselves."""
+        if any(owner._modules != before for _, owner, before in self._parts):
+            self._note_parts()
 
     def _note_parts(self) -> None:
         self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
-        """The name of each module, the module, and its own modules."""
+        self._known.update(each for _, each, _ in self._parts)
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
@@ -259,14 +265,21 @@ class PatchedForward(ReplacedForward):
             if not self.installed:
                 return self.forward(*args, **kwargs)
             inputs, layout, rows = self._classify(args, kwargs)
-            if layout is None:
-                with self.patch.suspended():
-                    return self.forward(**inputs)
-            if rows is None:
-                return self.run_packed(inputs, layout)
-            if layout.is_unpadded:
-                return self._run_padded(inputs, rows)
-            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
+            try:
+                if layout is None:
+                    with self.patch.suspended():
+                        return self.forward(**inputs)
+                if rows is None:
+                    return self.run_packed(inputs, layout)
+                if layout.is_unpadded:
+                    return self._run_padded(inputs, rows)
+                return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
+            finally:
+                self._note_modules()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_modules(self) -> None:
+        self.patch.note_modules()
 
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:

@@ -194,5 +194,5 @@ def test_a_module_that_was_exchanged(architecture):
     del fresh.forward
     for other in (fresh, torch.nn.Identity()):
         model.set_submodule(name, other)
-        with pytest.raises(hfp.PackingError, match=f"{name}: expected the same module"):
+        with pytest.raises(hfp.PackingError, match=f"{name}: expected the modules that were there"):
             packed_logits(model, documents(lengths=[3, 4]))

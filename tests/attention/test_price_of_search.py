@@ -21,7 +21,7 @@ def searched(monkeypatch):
     classify = Search._classify
 
     def counted(self, call):
-        names.append(call.forward.name)
+        names.append(call.forward.plan.name)
         return classify(self, call)
 
     monkeypatch.setattr(Search, "_classify", counted)

@@ -197,12 +197,15 @@ def collated_batches(_: Path) -> dict[str, str]:
     documents = labeled().filter(lambda row: len(row["input_ids"]) > 0)
     strategy = hfp.BestFit(LONGEST)
     kinds = {
-        "packs": hfp.pack(documents, strategy),
-        "packs of tokens": hfp.pack(dataset(), strategy),
-        "packs without position_ids": hfp.pack(documents, strategy, position_ids=False),
-        "documents": documents.remove_columns("name"),
-        "documents without labels": dataset(longest=LONGEST).filter(lambda row: len(row["input_ids"]) > 0),
-        "buckets": hfp.pack(documents, hfp.Bucket((16, 32, LONGEST))),
+        keep: {
+            "packs": hfp.pack(documents, strategy, keep_first_labels=keep),
+            "packs of tokens": hfp.pack(dataset(), strategy, keep_first_labels=keep),
+            "packs without position_ids": hfp.pack(documents, strategy, position_ids=False, keep_first_labels=keep),
+            "documents": documents.remove_columns("name"),
+            "documents without labels": dataset(longest=LONGEST).filter(lambda row: len(row["input_ids"]) > 0),
+            "buckets": hfp.pack(documents, hfp.Bucket((16, 32, LONGEST)), keep_first_labels=keep),
+        }
+        for keep in (False, True)
     }
     collators = {
         "flat": hfp.PackingCollator(),
@@ -210,8 +213,8 @@ def collated_batches(_: Path) -> dict[str, str]:
         "of fixed shapes": hfp.PackingCollator(tokens=420, max_segments=90),
     }
     found = {}
-    for name, rows in kinds.items():
-        for shape, collate in collators.items():
+    for shape, collate in collators.items():
+        for name, rows in kinds[collate.keep_first_labels].items():
             found[f"{name}, {shape}"] = digest([digest_of_batch(collate(list(rows.select(of)))) for of in _groups()])
     trees = hfp.pack(related(), hfp.BestFit(80), share_prefixes=4)
     found["trees"] = digest([digest_of_batch(hfp.PackingCollator()(list(trees.select(of)))) for of in _groups()])
@@ -220,8 +223,8 @@ def collated_batches(_: Path) -> dict[str, str]:
     loaders = {
         "loader of documents": (plain, hfp.TokenBudget(128), {}),
         "loader of documents, split": (dataset(), hfp.TokenBudget(50, overflow="split"), {}),
-        "loader of packs": (kinds["packs"], hfp.TokenBudget(2 * LONGEST), {}),
-        "loader of buckets": (kinds["buckets"], hfp.BucketBatches(2 * LONGEST), {}),
+        "loader of packs": (kinds[False]["packs"], hfp.TokenBudget(2 * LONGEST), {}),
+        "loader of buckets": (kinds[False]["buckets"], hfp.BucketBatches(2 * LONGEST), {}),
         "loader of fixed shapes": (plain, hfp.TokenBudget(128), {"tokens": 128, "max_segments": 40}),
         "loader of trees": (trees, hfp.TokenBudget(160), {}),
         "loader of documents that share prefixes": (related(), hfp.TokenBudget(160, share_prefixes=4), {}),

@@ -71,7 +71,7 @@ def test_all_labels_of_a_tagger_are_in_the_rows_or_they_are_refused(way, keep, t
     if keep:
         assert int((collate(rows)["labels"] != -100).sum()) == sum(LENGTHS)
     else:
-        with pytest.raises(hfp.PackingError, match="labels: .* got 30 segments without one, of which 99% have one at"):
+        with pytest.raises(hfp.PackingError, match="labels: .* got 30 segments without one, of which 100% have one at"):
             collate(rows)
 
 
