@@ -98,7 +98,7 @@ def test_activation_checkpointing(reentrant):
     assert proof.gradients != reentrant  # autograd.grad does not work with the reentrant kind
 
 
-@pytest.mark.slow
+@pytest.mark.survey
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_is_proven_as_it_is_compiled():
     torch._dynamo.reset()

@@ -256,7 +256,7 @@ def test_kernels_are_not_to_blame_where_exact_attention_fails_too():
     assert kernel_of(model) == "flash-attn 2"
 
 
-@pytest.mark.slow
+@pytest.mark.survey
 @pytest.mark.filterwarnings("ignore:(?!an attention kernel)")  # of torch, while it traces
 @pytest.mark.usefixtures("as_on_cuda")
 def test_compiled_code_does_not_keep_a_kernel_that_has_failed():

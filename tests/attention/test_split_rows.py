@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
-from tiers import slow
+from tiers import rarely, slow
 from tiny_models import enable_checkpointing
 
 import hf_packing as hfp
@@ -146,8 +146,8 @@ def compare(folder, names):
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    [slow(2, FAST), slow(4, [*CASES])],
-    ids=["few models on 2", "all models on 4"],
+    [slow(2, FAST), slow(4, FAST), *rarely([(4, [*CASES])])],
+    ids=["few models on 2", "few models on 4", "all models on 4"],
 )
 def test_outputs_and_gradients_are_those_of_one_rank(ranks, names, tmp_path):
     """The exchange runs again where a checkpointed layer does."""

@@ -51,7 +51,7 @@ def test_models_that_cannot_be_made_or_patched(capsys, tmp_path):
     ("model", "code", "route"),
     [
         ("llama", 0, "varlen"),
-        pytest.param("jamba", 0, "varlen + segments", marks=pytest.mark.slow),
+        pytest.param("jamba", 0, "varlen + segments", marks=pytest.mark.survey),
         pytest.param("zamba2", 0, "varlen + segments", marks=pytest.mark.slow),
         pytest.param("qwen3_next", 0, "varlen + segments", marks=pytest.mark.survey),
         pytest.param("mra", 1, None, marks=pytest.mark.slow),

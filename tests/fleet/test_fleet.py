@@ -34,7 +34,7 @@ from fleet_files import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import fast_only
+from tiers import fast_only, rarely
 
 import hf_packing as hfp
 from hf_packing.cli import main
@@ -461,7 +461,7 @@ def wait_until(condition):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"executor": "ray"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, *rarely([{"executor": "ray"}])], ids=str)
 def test_a_worker_is_killed(files, tmp_path, undisturbed, settings):
     code, errors = run_driver(files, tmp_path / "out", kill=[2, str(tmp_path / "killed")], **settings)
     assert code == 0, errors

@@ -3,12 +3,14 @@
 import pytest
 from goldens.make import SUBJECTS, differences, make, stored
 from goldens.plans import SCIPY, THIS_SCIPY
-from tiers import slow
+from tiers import rarely, slow
 
-SLOW = ("forwards", "trainings", "streams", "mixtures", "command", "epochs")
+SLOW = ("trainings", "streams", "mixtures", "command", "epochs")
 
 
-@pytest.mark.parametrize("subject", [slow(each) if each in SLOW else each for each in SUBJECTS])
+@pytest.mark.parametrize(
+    "subject", [slow(each) if each in SLOW else each for each in SUBJECTS if each != "forwards"] + rarely(["forwards"])
+)
 def test_results_are_the_stored_ones(subject, tmp_path):
     expected = stored(subject)
     if expected.get(SCIPY, THIS_SCIPY) != THIS_SCIPY:

@@ -439,10 +439,11 @@ COMPILED = {
 }
 
 
+RARE = ["in place", "forward"]
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
-@pytest.mark.parametrize(
-    "how", [*fast_only((each for each in COMPILED if each != "in place"), "head"), *rarely(["in place"])]
-)
+@pytest.mark.parametrize("how", [*fast_only((each for each in COMPILED if each not in RARE), "head"), *rarely(RARE)])
 def test_compiled_models(how, caplog):
     torch._dynamo.reset()
     model = patched(num_hidden_layers=1)
