@@ -6,6 +6,7 @@ import re
 import peft
 import pytest
 import torch
+from tiers import fast_only
 from tiny_models import build
 from torch import nn
 
@@ -52,7 +53,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", fast_only(REFUSED, "a layer that was replaced"))
 def test_new_modules_are_refused_until_the_model_is_patched_again(name):
     change, message = REFUSED[name]
     model = hfp.patch_model(build("Llama", torch.float64).eval())
@@ -106,7 +107,7 @@ RIGHT = {each.__name__: each for each in (removed, adapters, other_leaves, wrapp
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # of PEFT
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", fast_only(RIGHT, "wrapped"))
 def test_what_keeps_the_patch_is_right(name):
     model = hfp.patch_model(build("Llama", torch.float64).eval())
     before = logits_and_alone(model)[1]

@@ -755,8 +755,8 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
         ("a.jsonl", b'{"text": "one"}\n{"body": "two"}\n', ["one"], "line 2: expected text, .* got the fields body"),
         ("a.txt", b"one\r\nt\xffwo\nthree", ["one", "three"], "line 2: expected text in UTF-8"),
         ("a.txt", "one\ntwo\n".encode("utf-16-le"), [], "line 1: expected text in UTF-8.*NUL bytes"),
-        ("a.tar", b"one\0\0\0", [], "line 1: expected text in UTF-8"),
-        ("a.zip", zipped("one\n", "two\n"), [], "line 1: expected text in UTF-8"),
+        ("a.tar", b"one\0\0\0", [], "a.tar: expected text in UTF-8"),
+        ("a.zip", zipped("one\n", "two\n"), [], "a.zip: expected text in UTF-8"),
     ],
 )
 def test_lines_and_rows_that_cannot_be_used_are_named_or_left_out(tmp_path, read, name, content, kept, reason):

@@ -481,6 +481,7 @@ def test_a_teacher_that_is_not_patched_is_named(hold, prove, tmp_path):
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "read",
     [
