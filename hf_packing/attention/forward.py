@@ -126,7 +126,7 @@ class Patch:
         self._parts: list[tuple[str, nn.Module, dict[str, nn.Module | None]]] = []
         """The name of each module, the module, and its own modules."""
         self._known: set[nn.Module] = set()
-        """All modules that the model has had."""
+        """The modules that the model has, and those that it had before its last change, which may be undone."""
         self._note_parts()
 
     def replace(self, forward: ReplacedForward) -> None:
@@ -167,8 +167,9 @@ class Patch:
             self._note_parts()
 
     def _note_parts(self) -> None:
+        before = [each for _, each, _ in self._parts]
         self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
-        self._known.update(each for _, each, _ in self._parts)
+        self._known = {*before, *(each for _, each, _ in self._parts)}
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
