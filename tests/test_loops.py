@@ -361,4 +361,4 @@ def test_the_notebook(tmp_path, monkeypatch):
 def kinds_of_outputs(cell):
     """The kinds of the outputs one after another; what a cell prints comes in pieces of any number."""
     kinds = [sorted(output.get("data", [output.output_type])) for output in cell.get("outputs", [])]
-    return [each for each, _ in groupby(kinds)]
+    return [each for each, same in groupby(kinds) for _ in (same if each != ["stream"] else [same])]
