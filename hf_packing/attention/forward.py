@@ -161,6 +161,7 @@ class Patch:
                     )
         self.note_modules()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_modules(self) -> None:
         """Note the modules that are there, after a forward too, since a few models exchange modules themselves."""
         if any(owner._modules != before for _, owner, before in self._parts):
@@ -276,11 +277,7 @@ class PatchedForward(ReplacedForward):
                     return self._run_padded(inputs, rows)
                 return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
             finally:
-                self._note_modules()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _note_modules(self) -> None:
-        self.patch.note_modules()
+                self.patch.note_modules()
 
     @_itself_uncompiled
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:

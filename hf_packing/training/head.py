@@ -430,7 +430,7 @@ def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 class _UnknownGradient(Tensor):
-    """What hooks get in place of the gradient of logits whose loss was computed in chunks. Nobody can read it."""
+    """Placeholder for the gradient of logits whose loss was computed in chunks. Hooks get it, and cannot read it."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

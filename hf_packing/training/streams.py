@@ -414,7 +414,7 @@ class StreamLoader(StepLoader):
 
     @property
     def summary(self) -> StreamSummary:
-        """How the stream is read; `print` shows it. A stream has no numbers of steps, documents or labels."""
+        """Description of how the stream is read, for `print`. A stream has no numbers of steps, documents or labels."""
         return StreamSummary(self.dataset, self.first_batch_proof)
 
     def set_epoch(self, epoch: int) -> None:
