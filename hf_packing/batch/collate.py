@@ -16,24 +16,24 @@ import torch
 from hf_packing.batch.loader import refuse_dispatched_batches
 from hf_packing.batch.segments import (
     LongestSegment,
+    borders_of,
     check_length,
     check_mask,
     check_shapes,
     fill_up,
     lengths_in_column,
+    number_segments,
 )
 from hf_packing.batch.trees import MARKS_OF_TREES, check_tree_row, collate_trees
 from hf_packing.checks import check_whole_number, check_whole_numbers, refuse_alignment
 from hf_packing.columns import (
     ATTENTION_MASK,
     COPIED_SEGMENT,
-    CU_SEQ_LENS,
     IGNORED_LABEL,
     INPUT_IDS,
     KNOWN_COLUMNS,
     LABELS,
     LOSS_MASKS,
-    MAX_LENGTHS,
     PARENTS,
     POSITION_IDS,
     SEGMENT_COLUMNS,
@@ -163,8 +163,8 @@ class PackingCollator:
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
         input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
         lengths = read_segment_lengths(rows, tokens)
-        cu_seq_lens = offsets_of(lengths).astype(np.int32)
-        begin = cu_seq_lens[:-1]
+        positions, begin = torch.from_numpy(indices_in_ranges(0, lengths)[None]), offsets_of(lengths)[:-1]
+        is_own = [next(iter(row.get(SEQ_IDX, ())), 0) > COPIED_SEGMENT for row in rows]
         labels = _labels_of(rows, tokens)
         if self.keep_first_labels:
             refuse_lost_first_labels(input_ids, labels, begin[lengths > 1])
@@ -173,10 +173,9 @@ class PackingCollator:
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
-            POSITION_IDS: torch.from_numpy(indices_in_ranges(0, lengths)[None]),
-            **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
-            **dict.fromkeys(MAX_LENGTHS, LongestSegment(int(lengths.max()), lengths.tolist())),
-            SEQ_IDX: torch.from_numpy(np.repeat(_number_segments(rows, tokens, begin), lengths)[None]),
+            POSITION_IDS: positions,
+            **borders_of(LongestSegment(int(lengths.max()), lengths.tolist())),
+            SEQ_IDX: number_segments(positions, torch.from_numpy(np.repeat(is_own, [*map(len, tokens)])[None])),
             **_passed_on(rows, tokens),
         }
         return fill_up(batch, self.align_tokens, self.tokens, self.max_segments)
@@ -231,17 +230,6 @@ def refuse_lost_first_labels(input_ids: IntArray, labels: IntArray, begin: IntAr
             "PackingCollator take these labels away, which causal language models cannot predict; pass "
             "keep_first_labels=True to both, or fn_kwargs={'keep_first_labels': True} to map(strategy)"
         )
-
-
-def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: IntArray) -> npt.NDArray[np.int32]:
-    """Number the segments of a batch, int32 [segments]: from 0, but those of copies of rows from COPIED_SEGMENT down.
-
-    `begin` has the index of each segment's first token in the batch.
-    """
-    first_numbers = [next(iter(row.get(SEQ_IDX, ())), 0) for row in rows]
-    is_copy = np.repeat(np.array(first_numbers) <= COPIED_SEGMENT, [*map(len, tokens)])[begin]
-    numbers = np.where(is_copy, COPIED_SEGMENT - np.arange(len(begin)), np.cumsum(~is_copy) - 1)
-    return numbers.astype(np.int32)
 
 
 def is_tree_batch(batch: Mapping[str, Any]) -> bool:
@@ -356,7 +344,7 @@ def _segments_of_row(row: Row, tokens: int, number: int) -> IntArray:
 
 
 class WorkerBatch(dict[str, Any]):
-    """A dict of tensors whose integers are pickled as bytes; the unpickled copy is a plain dict with equal tensors.
+    """A dict of tensors, which are pickled as arrays; the unpickled copy is a plain dict with equal tensors.
 
     Otherwise, torch moves every tensor to its own shared memory, and the main process asks the worker for each file
     descriptor. For the tensors of a batch, this takes longer than to read and collate its rows
@@ -364,19 +352,10 @@ class WorkerBatch(dict[str, Any]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tensors = {name: value for name, value in self.items() if isinstance(value, torch.Tensor)}
-        integers = {name: value.numpy() for name, value in tensors.items() if value.dtype in (torch.int32, torch.int64)}
-        small = {name: values.astype(_smallest_dtype(values)) for name, values in integers.items()}
-        return _restored, ({**self, **small}, {name: values.dtype for name, values in integers.items()})
+        arrays = {name: value.numpy() for name, value in self.items() if isinstance(value, torch.Tensor)}
+        return _restored, ({**self, **arrays},)
 
 
-def _smallest_dtype(values: npt.NDArray[Any]) -> Any:
-    """Return the smallest dtype that holds all values."""
-    least, largest = values.min(initial=0), values.max(initial=0)
-    dtypes = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
-    return next(each for each in dtypes if np.iinfo(each).min <= least and largest <= np.iinfo(each).max)
-
-
-def _restored(batch: dict[str, Any], dtypes: dict[str, np.dtype[Any]]) -> dict[str, Any]:
-    """Return a batch in which arrays are tensors of these dtypes again."""
-    return batch | {name: torch.from_numpy(batch[name].astype(dtype)) for name, dtype in dtypes.items()}
+def _restored(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch in which arrays are tensors again."""
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in batch.items()}

@@ -147,14 +147,11 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     """
     seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, POSITION_IDS))
     found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
-    is_real = None if seq_idx is None or len(seq_idx) > 1 else seq_idx[0] != PADDING_SEGMENT
-    filled = is_real is not None and not is_real.all()  # positions then begin again in what fills the batch up, too
     if seq_idx is not None:
-        numbers = seq_idx[:, is_real] if filled and found else seq_idx.expand(rows, -1)
-        found[SEQ_IDX] = borders_from_positions(numbers, step=0)
+        found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
-    if positions is not None and positions.ndim == 2 and not filled:
+    if positions is not None and positions.ndim == 2:
         found[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1))
     elif positions is not None and not found:
         raise PackingError(
@@ -164,8 +161,10 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     first, known = next(iter(found), ""), {name: lengths_between(each.tolist()) for name, each in found.items()}
     for name, given in known.items():
         expected = known[first]
-        if name == SEQ_IDX != first and filled:  # which numbers real tokens only
-            expected = expected[: len(expected) - fillers_in(inputs, found[first][: len(expected)].tolist())]
+        if name in (SEQ_IDX, POSITION_IDS) and rows == 1 and seq_idx is not None:
+            # what fills up a batch has one number for several segments, and positions that begin again in a segment
+            documents = int((found[first][:-1] < int((seq_idx != PADDING_SEGMENT).sum())).sum())
+            given, expected = given[:documents], expected[:documents]
         if given != expected:
             raise PackingError(
                 f"{name}: expected segments of the same lengths as in {first}, {expected}, got {given}; "
@@ -225,6 +224,27 @@ def positions_of(lengths: Sequence[int], fillers: int) -> npt.NDArray[np.int64]:
     return positions % max(lengths[: len(lengths) - fillers])
 
 
+def borders_of(known: LongestSegment, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the columns with the borders between the segments of a batch, given their lengths."""
+    borders = torch.from_numpy(offsets_of(known.lengths).astype(np.int32)).to(device)
+    return {**dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
+
+
+def number_segments(positions: Tensor, is_own: Tensor) -> Tensor:
+    """Number the segments of a batch, from 0; but those of copies of rows from COPIED_SEGMENT down.
+
+    Args:
+        positions: integers [1, tokens]: the position of each token in its segment.
+        is_own: bool [1, tokens]: False for the tokens of copies.
+
+    Returns:
+        seq_idx, int32 [1, tokens].
+    """
+    begins = positions == 0
+    own, copied = (begins & is_own).cumsum(1) - 1, COPIED_SEGMENT + 1 - begins.cumsum(1)
+    return torch.where(is_own, own, copied).to(torch.int32)
+
+
 def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
     """Return a copy of a batch in which no segment is longer than a limit.
 
@@ -247,15 +267,11 @@ def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str
     whole = batch[MAX_LENGTHS[0]].lengths
     lengths = [min(length - begin, longest) for length in whole for begin in range(0, length, longest)]
     positions = batch[POSITION_IDS] % longest
-    begins, is_own = positions[0] == 0, batch[SEQ_IDX][0] >= 0
-    numbers = torch.where(is_own, (begins & is_own).cumsum(0) - 1, COPIED_SEGMENT + 1 - begins.cumsum(0))
-    cu_seq_lens = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(begins)).to(batch[CU_SEQ_LENS[0]].dtype)
     return {
         **batch,
         POSITION_IDS: positions,
-        **dict.fromkeys(CU_SEQ_LENS, cu_seq_lens),
-        **dict.fromkeys(MAX_LENGTHS, LongestSegment(longest, lengths)),
-        SEQ_IDX: numbers[None].to(batch[SEQ_IDX].dtype),
+        **borders_of(LongestSegment(longest, lengths), positions.device),
+        SEQ_IDX: number_segments(positions, batch[SEQ_IDX] >= 0),
     }
 
 
@@ -276,9 +292,7 @@ def part_of(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
     """
     places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
     own = {name: values[:, places] for name, values in batch.items() if name not in _OF_SEGMENTS}
-    borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(batch[CU_SEQ_LENS[0]].dtype)
-    known = LongestSegment(max(lengths), lengths, part=part)
-    return {**own, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
+    return {**own, **borders_of(LongestSegment(max(lengths), lengths, part=part))}
 
 
 def part_in(batch: Mapping[str, Any]) -> RowPart | None:
@@ -344,9 +358,7 @@ def _with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str,
     Filled tokens repeat the first token of the batch, since a pad token changes the result of some models. They have
     the label -100, the index PADDING_SEGMENT, and 0 in other columns.
     """
-    own = batch[MAX_LENGTHS[0]].lengths
-    lengths, number = [*own, *fillers], sum(fillers)
-    borders = offsets_of(lengths)
+    lengths, number = [*batch[MAX_LENGTHS[0]].lengths, *fillers], sum(fillers)
     first: dict[str, int] = {INPUT_IDS: int(batch[INPUT_IDS][0, 0]), LABELS: IGNORED_LABEL, SEQ_IDX: PADDING_SEGMENT}
     filled = {
         name: F.pad(values, (0, number), value=first.get(name, 0))
@@ -354,9 +366,7 @@ def _with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str,
         if name not in _OF_SEGMENTS
     }
     filled[POSITION_IDS] = torch.from_numpy(positions_of(lengths, len(fillers)))[None]
-    cu_seq_lens = torch.from_numpy(borders).to(batch[CU_SEQ_LENS[0]].dtype)
-    known = LongestSegment(max(lengths), lengths, len(fillers))
-    return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, cu_seq_lens), **dict.fromkeys(MAX_LENGTHS, known)}
+    return {**batch, **filled, **borders_of(LongestSegment(max(lengths), lengths, len(fillers)))}
 
 
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)
