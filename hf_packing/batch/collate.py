@@ -3,9 +3,7 @@
 A segment is a document, or a part of a document, in a row. All columns that describe a row's segments must agree.
 """
 
-from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,13 +253,7 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
         raise PackingError(
             f"column {name!r}: expected this column in every row; columns of row {number}: {', '.join(row) or 'none'}"
         )
-    values = row[name]
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
-        return values
-    if isinstance(values, list):
-        with suppress(TypeError, ValueError, OverflowError):  # an empty list raises ValueError
-            return np.frombuffer(array("q", values), dtype=np.int64)  # takes half as long as np.asarray
-    return check_whole_numbers(f"column {name!r}, row {number}", values)
+    return check_whole_numbers(f"column {name!r}, row {number}", row[name])
 
 
 def _read_column(name: str, rows: Sequence[Row]) -> list[IntArray]:

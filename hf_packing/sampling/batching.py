@@ -169,6 +169,8 @@ def cut_rows(sizes: RowSizes, max_length: int, overflow: Overflow) -> FittedRows
     Raises:
         PackingError: `overflow` is "error", and a document has more tokens.
     """
+    if sizes.tokens.max(initial=0) <= max_length:
+        return keep_rows(sizes, sizes.tokens > 0)
     pieces = cut_to_pieces(sizes.tokens, max_length, overflow)
     return FittedRows(
         sizes=sizes_of_documents(pieces.length),

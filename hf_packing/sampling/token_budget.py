@@ -215,23 +215,23 @@ class TokenBudget(Batching):
             )
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
-        how = f" in multiples of {self.align_tokens}" if self.align_tokens > 1 else ""
         for unit, (has, most) in self._limited(sizes).items():
+            is_document = unit == "tokens" and not sizes.packed
+            if is_document and cuts:
+                continue
             name, holder = f"max_{unit}", "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
-            if unit == "tokens" and self.max_length is not None and not sizes.packed:
+            if is_document and self.max_length is not None:
                 name, holder, most = "max_length", "a document", self.max_length
             large = np.flatnonzero(has > most)
-            if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
-                is_document = unit == "tokens" and not sizes.packed
-                remedy = _LONG_DOCUMENTS if is_document else _ROWS_WITH_FEWER[unit]
+            if len(large) and self.overflow != "drop":
+                how = f" in multiples of {self.align_tokens}" if unit == "tokens" and self.align_tokens > 1 else ""
                 raise PackingError(
-                    f"{name}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}"
-                    f"{how if unit == 'tokens' else ''} (rows with too many: {len(large)} in all); {remedy}, or use "
-                    "overflow='drop'"
+                    f"{name}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most}{how} "
+                    f"(rows with too many: {len(large)} in all); "
+                    f"{_LONG_DOCUMENTS if is_document else _ROWS_WITH_FEWER[unit]}, or use overflow='drop'"
                 )
             fits[large] = False
-        is_cut = cuts and (sizes.tokens > self.longest_document).any()
-        fitted = cut_rows(sizes, self.longest_document, self.overflow) if is_cut else keep_rows(sizes, fits)
+        fitted = cut_rows(sizes, self.longest_document, self.overflow) if cuts else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
     def lay_out(self, lengths: IntArray) -> RankLayout:

@@ -10,8 +10,6 @@ from hf_packing.text.render import BadRowError, Message, Settings, lacks_text, m
 from hf_packing.text.tokenize import TextTokenizer, num_shared, text_tokenizer
 
 _PROMPT, _COMPLETION, _ASSISTANT = "prompt", "completion", "assistant"
-_SETTINGS = ("tools", "chat_template_kwargs")
-"""Columns with arguments for the chat template."""
 _SHOWN = 20
 """Number of characters that an error shows of two texts before they differ; it shows twice as many after that."""
 
@@ -86,7 +84,7 @@ def branches(
     bad, num_empty, num_opening = [], 0, 0
     for number, row in enumerate(rows):
         try:
-            prompt = messages_of(row.get(_PROMPT, []))
+            prompt = messages_of(row[_PROMPT])
             messages = [*prompt, *messages_of(row[_COMPLETION])]
             later = range(max(1, len(prompt)), len(messages))
             numbers = [each for each in later if messages[each]["role"] == _ASSISTANT]
@@ -193,22 +191,21 @@ def _encode(texts: TextTokenizer, given: list[str]) -> list[list[int]]:
 
 
 def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
-    """Return the rows of a batch, or one row for a single conversation, which is then in `completion`."""
+    """Return the rows of a batch, or one row for a conversation, with the messages in `prompt` and `completion`."""
     if isinstance(conversations, Sequence) and not isinstance(conversations, str):
-        return [{_COMPLETION: conversations}]
+        return [{_PROMPT: (), _COMPLETION: conversations}]
     if not isinstance(conversations, Mapping):
         raise PackingError(
             f"conversations: expected a list of messages, or a batch, got {type(conversations).__name__}"
         )
-    names = {column: _COMPLETION} if column in conversations else {_PROMPT: _PROMPT, _COMPLETION: _COMPLETION}
-    if not names.keys() <= conversations.keys():
+    batch = dict(conversations)
+    if column in batch:
+        batch |= {_COMPLETION: batch[column], _PROMPT: [()] * len(batch[column])}
+    if not {_PROMPT, _COMPLETION} <= batch.keys():
         raise PackingError(
             f"conversations: expected the column {column!r}, or the columns 'prompt' and 'completion', got the columns "
             f"{', '.join(conversations)}"
         )
-    names |= {name: name for name in _SETTINGS if name in conversations}
-    columns = {name: conversations[source] for source, name in names.items()}
-    first = next(iter(columns[_COMPLETION]), None)
-    if isinstance(columns[_COMPLETION], str) or isinstance(first, Mapping):
+    if isinstance(batch[_COMPLETION], str) or isinstance(next(iter(batch[_COMPLETION]), None), Mapping):
         raise PackingError("conversations: expected a batch, got a single row; call map with batched=True")
-    return rows_of(columns)
+    return rows_of(batch)
