@@ -224,9 +224,10 @@ def positions_of(lengths: Sequence[int], fillers: int) -> npt.NDArray[np.int64]:
     return positions % max(lengths[: len(lengths) - fillers])
 
 
-def borders_of(known: LongestSegment, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the columns with the borders between the segments of a batch, given their lengths."""
-    borders = torch.from_numpy(offsets_of(known.lengths).astype(np.int32)).to(device)
+def borders_of(known: LongestSegment, device: torch.device | str = "cpu", empty: int = 0) -> dict[str, Any]:
+    """Return the columns with the borders between the segments of a batch, given their lengths, of which `empty` more
+    are 0."""
+    borders = torch.from_numpy(offsets_of([*known.lengths, *[0] * empty]).astype(np.int32)).to(device)
     return {**dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
@@ -334,26 +335,20 @@ def fill_up(
     if missing < 0:
         raise PackingError(f"tokens: expected at most {tokens} tokens in the rows of a batch, got {given} tokens")
     fillers = [missing] * bool(missing)
-    if max_segments is not None and (needed := segments + len(fillers)) > max_segments:
+    needed = segments + len(fillers)
+    if max_segments is not None and needed > max_segments:
         raise PackingError(
             f"max_segments: expected at most {max_segments} segments in a batch, with the one that fills it up to "
             f"{tokens} tokens, got {needed} segments"
         )
-    filled = _with_fillers(batch, fillers) if fillers else dict(batch)
-    borders, known = filled[CU_SEQ_LENS[0]], filled[MAX_LENGTHS[0]]
-    if max_segments is not None:
-        borders = F.pad(borders, (0, max_segments + 1 - len(borders)), value=tokens)
+    filled = with_fillers(batch, fillers) if fillers else batch
+    known = filled[MAX_LENGTHS[0]]
     known = LongestSegment(tokens or int(known), known.lengths, known.fillers, multiple=align_tokens)
-    return {**filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
+    return {**filled, **borders_of(known, empty=(max_segments or needed) - needed)}
 
 
-def with_fillers(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a batch with so many segments of a single token and without labels at its end, which are no documents."""
-    return _with_fillers(batch, [1] * number)
-
-
-def _with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str, Any]:
-    """Return a batch with segments of so many tokens at the end.
+def with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str, Any]:
+    """Return a batch with segments of so many tokens at the end, which are no documents.
 
     Filled tokens repeat the first token of the batch, since a pad token changes the result of some models. They have
     the label -100, the index PADDING_SEGMENT, and 0 in other columns.

@@ -87,10 +87,10 @@ def collate_trees(columns: Columns) -> dict[str, Any]:
     outside = (document < 0) | (document >= np.repeat(documents, runs))
     _refuse(TRAINED, outside, "runs of documents of the row", trained, runs)
     document += np.repeat(offsets_of(documents)[:-1], runs)
-    left = (trees.depths + np.diff(trees.begins))[ends[document]] - first
-    wrong = (first < 1) | (length < 1) | (length > left)
-    wrong[1:] |= np.diff(document) < 0
-    wrong[1:] |= (np.diff(document) == 0) & (first[1:] < (first + length)[:-1])
+    begins = offsets_of((trees.depths + np.diff(trees.begins))[ends])  # of the documents, laid end to end
+    begin = begins[document] + first
+    wrong = (first < 1) | (length < 1) | (begin + length > begins[document + 1])
+    wrong[1:] |= begin[1:] < (begin + length)[:-1]
     expected = "runs of tokens of the documents, in order, without overlap, and without the first token of a document"
     _refuse(TRAINED, wrong, expected, trained, runs)
     ranges = trees.find_runs(ends, trained)

@@ -359,11 +359,10 @@ def best_fit(rows: IntArray, limits: Limits) -> MicroBatches:
         left[number] = list(map(sub, left[number], needs))
         if all(map(ge, left[number], least)):  # else no row fits any more
             room = left[number][0] // grain
-            if room in with_room:
-                with_room[room].append(number)
-            else:
-                with_room[room] = [number]
+            if room not in with_room:
+                with_room[room] = []
                 insort(rooms, room)
+            with_room[room].append(number)
     return micro_batches
 
 
@@ -385,9 +384,10 @@ def _within_all(
     places = (
         (place, index) for place in range(first, len(rooms)) for index in reversed(range(len(with_room[rooms[place]])))
     )
-    tried = islice(places, _TRIES)  # of equal space, the latest first
-    fitting = ((place, index) for place, index in tried if all(map(ge, left[with_room[rooms[place]][index]], needs)))
-    return next(fitting, (len(rooms), -1))
+    for place, index in islice(places, _TRIES):  # of equal space, the latest first
+        if all(map(ge, left[with_room[rooms[place]][index]], needs)):
+            return place, index
+    return len(rooms), -1
 
 
 def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:

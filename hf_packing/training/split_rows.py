@@ -39,7 +39,7 @@ class PartCollator:
         batch = self.collate(rows)
         layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].lengths))
         if empty := int((layout.tokens == 0).sum()):  # every rank has to run something
-            batch = with_fillers(batch, empty)
+            batch = with_fillers(batch, [1] * empty)
             layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].lengths))
         part = RowPart(layout, self.rank)
         weights, labels = weights_of(batch, self.loss), batch[LABELS]
