@@ -256,8 +256,6 @@ class Batching(HidesNewerArguments, ABC):
             raise PackingError(
                 f"tokens: expected at least {self.most_tokens}, the most of a micro-batch of {self!r}, got {tokens}"
             )
-        if tokens % self.align_tokens:
-            raise PackingError(f"tokens: expected a multiple of {self.align_tokens} for {self!r}, got {tokens}")
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "

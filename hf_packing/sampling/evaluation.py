@@ -67,28 +67,27 @@ class InOrder(Batching):
         if self.max_tokens is not None:
             set_fields(self, max_tokens=self.aligned("max_tokens"))
 
-    def _limits(self, sizes: RowSizes) -> list[tuple[str, str, IntArray, int]]:
-        """Return each limit: the argument for it in a training, the unit, the number in each row, and the most."""
-        most = None if self.max_tokens is None else self.max_tokens * self.ranks
-        limits = [
-            ("tokens", "tokens", sizes.tokens, most),
-            ("max_segments", "documents", sizes.segments, self.max_documents),
-            ("rows_per_batch", "rows", np.ones_like(sizes.tokens), self.rows_per_batch),
-        ]
-        return [(name, unit, has, most) for name, unit, has, most in limits if most is not None]
+    def _limits(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
+        """Return what is limited: what each row has of it, integers [rows], and the limit, by unit."""
+        limits = {
+            "tokens": (sizes.tokens, self.max_tokens and self.max_tokens * self.ranks),
+            "documents": (sizes.segments, self.max_documents),
+            "rows": (np.ones_like(sizes.tokens), self.rows_per_batch),
+        }
+        return {unit: (has, most) for unit, (has, most) in limits.items() if most is not None}
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if self.max_length is not None and not sizes.packed:
             return cut_rows(sizes, self.max_length, self.overflow)
-        for name, unit, has, most in self._limits(sizes) if self.rows_per_batch is None else ():
-            if (has > most).any():
-                row = int((has > most).argmax())
+        for unit, (has, most) in self._limits(sizes).items():
+            if self.rows_per_batch is None and (has > most).any():
+                row, name = int((has > most).argmax()), "tokens" if unit == "tokens" else "max_segments"
                 raise PackingError(f"{name}: expected at most {most} {unit} in each row, but row {row} has {has[row]}")
         return keep_rows(sizes, sizes.tokens > 0)
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         number = len(rows.kept)
-        totals = [(offsets_of(has[rows.kept]).tolist(), most) for _, _, has, most in self._limits(rows.sizes)]
+        totals = [(offsets_of(has[rows.kept]).tolist(), most) for has, most in self._limits(rows.sizes).values()]
         begins, end = [], 0
         while end < number:
             begins.append(end)

@@ -164,7 +164,6 @@ class TokenBudget(Batching):
         for name in ("share_prefixes", "length_schedule"):
             if value := getattr(self, name):
                 refuse_alignment(self, f"with {name}={value!r}")
-        self.aligned("max_tokens")
         if self.fewest_shared is not None and self.length_schedule is not None:
             self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
         most = INT32_MAX // self.max_tokens
