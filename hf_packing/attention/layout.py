@@ -389,7 +389,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
         borders.to(tokens.device, torch.int32),
         roots(lengths),
         bound=bound if isinstance(bound, int) else 0,
-        fillers=fillers_in(inputs, known[: len(lengths)]),
+        fillers=fillers_in(inputs, known),
     )
 
 

@@ -158,19 +158,22 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
             "position_ids of the latter shape, also pass cu_seq_lens_q"
         )
-    first, known = next(iter(found), ""), {name: lengths_between(each.tolist()) for name, each in found.items()}
-    for name, given in known.items():
-        expected = known[first]
-        if name in (SEQ_IDX, POSITION_IDS) and rows == 1 and seq_idx is not None:
-            # what fills up a batch has one number for several segments, and positions that begin again in a segment
-            documents = int((found[first][:-1] < int((seq_idx != PADDING_SEGMENT).sum())).sum())
-            given, expected = given[:documents], expected[:documents]
+    if not found:
+        return None
+    (first, borders), *_ = found.items()
+    fillers = fillers_in(inputs, borders.tolist())
+    for name, each in found.items():
+        given, expected = lengths_between(each.tolist()), lengths_between(borders.tolist())
+        if fillers and name in (SEQ_IDX, POSITION_IDS):
+            # these have one number for several fillers, and positions that begin again in a filler
+            expected = expected[:-fillers]
+            given = given[: len(expected)]
         if given != expected:
             raise PackingError(
                 f"{name}: expected segments of the same lengths as in {first}, {expected}, got {given}; "
                 "position_ids, if given, must restart in every segment"
             )
-    return found.get(first)
+    return borders
 
 
 def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
@@ -195,15 +198,16 @@ def lengths_between(borders: Sequence[int]) -> list[int]:
     return lengths
 
 
-def fillers_in(inputs: Mapping[str, Any], begins: Sequence[int]) -> int:
+def fillers_in(inputs: Mapping[str, Any], borders: Sequence[int]) -> int:
     """Return the number of segments that only fill up a batch, as PackingCollator marks them.
 
     Args:
         inputs: keyword arguments of a model's forward, or a batch.
-        begins: the first token of each segment.
+        borders: cumulative segment lengths.
     """
-    seq_idx = inputs.get(SEQ_IDX)
-    return 0 if seq_idx is None or len(seq_idx) > 1 else int((seq_idx[0, [*begins]] == PADDING_SEGMENT).sum())
+    seq_idx, total = inputs.get(SEQ_IDX), max(borders, default=0)
+    filled = 0 if seq_idx is None or len(seq_idx) > 1 else int((seq_idx == PADDING_SEGMENT).sum())
+    return sum(total - filled <= begin < total for begin in borders)
 
 
 def positions_of(lengths: Sequence[int], fillers: int) -> npt.NDArray[np.int64]:
