@@ -138,25 +138,20 @@ def _plan(
     calls = defaultdict(list)
     for number, part in enumerate(parts):
         calls[part].append(number)
-    masks = _masks([*filter(needs_mask, calls)], is_causal, window, device, dtype)
-    given = [(numbers, part.before, masks.get(part)) for part, numbers in calls.items()]
+    given = [
+        (numbers, part.before, _mask(part, is_causal, window, device, dtype) if needs_mask(part) else None)
+        for part, numbers in calls.items()
+    ]
     return _Plan([part.length for part in parts], keys, None if places is None else on_device(places, device), given)
 
 
-def _masks(
-    runs: list[Run], is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype
-) -> dict[Run, Tensor]:
-    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one. Other
-    devices than CPUs need masks in aligned memory, so they get copies."""
-    if not runs:
-        return {}
-    longest, before = max(run.length for run in runs), max(run.before for run in runs)
-    width = before + max(run.keys - run.before for run in runs)
-    far = torch.full((longest, width), -math.inf, device=device, dtype=dtype)
-    window = window or width
-    hidden = far.triu(before + 1 if is_causal else before + window) + far.tril(before - window)
-    parts = {run: hidden[: run.length, before - run.before :][:, : run.keys] for run in runs}
-    return parts if device.type == "cpu" else {run: part.contiguous() for run, part in parts.items()}
+def _mask(run: Run, is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the mask of a run, [length, keys]. What a token sees depends on distances alone."""
+    place = torch.arange(run.before, run.before + run.length, device=device)[:, None]
+    key = torch.arange(run.keys, device=device)
+    window = window or run.keys
+    hidden = (place - key >= window) | (key - place >= (1 if is_causal else window))
+    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill(hidden, -math.inf)
 
 
 def _slices(tensor: Tensor, slices: list[tuple[int, int]]) -> Sequence[Tensor]:
