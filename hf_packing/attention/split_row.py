@@ -130,15 +130,12 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
 
     sent, receiver = tokens_of(np.flatnonzero(plan.sender == rank), plan.receiver)
     seen, sender = tokens_of(np.flatnonzero(plan.receiver == rank), plan.sender)
-    received = np.argsort(sender, kind="stable")
-    order = np.empty_like(received)
-    order[received] = np.arange(len(received))
     documents = np.searchsorted(begins, seen, side="right")
     return TokenExchange(
         sent=on_device(np.searchsorted(own, sent), device),
         sends=np.bincount(receiver, minlength=layout.num_ranks).tolist(),
         receives=np.bincount(sender, minlength=layout.num_ranks).tolist(),
-        order=on_device(order, device),
+        order=on_device(np.argsort(np.argsort(sender, kind="stable")), device),  # what comes is sorted by sender
         own=on_device(np.searchsorted(seen, own), device),
         documents=Layout.of(np.unique(documents, return_counts=True)[1].tolist(), device),
         seen=seen,
