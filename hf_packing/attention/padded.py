@@ -395,36 +395,31 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
     Raises:
         ModelNotSupportedError: the module computes something of all rows together, or takes no rows of some length.
     """
-    groups = [
-        replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
-        for length in sorted({*rows.lengths} - {0})
-    ]
-    places = [group._places.view(-1, max(group.lengths)) for group in groups]
-    found = []
-    for each in places:
-        given = rows.take(dict(inputs), each)
-        with failing_on(f"the rows of each length separately, {len(each)} rows of {each.shape[1]} tokens"):
+    groups = []
+    for length in sorted({*rows.lengths} - {0}):
+        group = replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
+        places = group._places.view(-1, length)
+        given = rows.take(dict(inputs), places)
+        with failing_on(f"the rows of each length separately, {len(places)} rows of {length} tokens"):
             output = forward(**given)
         if isinstance(output, ModelOutput):
             output = type(output)(**{name: value for name, value in output.items() if name not in CACHES})
-        found.append(dict(leaves(output)))
+        groups.append((group, places.shape, dict(leaves(output))))
 
     def join(path: Path, leaf: Tensor) -> Any:
         if not leaf.is_floating_point():
             return leaf
-        parts = [each[path] for each in found]
         # of a single group, the second size may also be that of a pooled state
-        is_of_tokens = len(parts) > 1 and all(
-            part.shape[:2] == each.shape for part, each in zip(parts, places, strict=True)
-        )
+        is_of_tokens = len(groups) > 1 and all(found[path].shape[:2] == shape for _, shape, found in groups)
         whole = []
-        for group, each, part in zip(groups, places, parts, strict=True):
-            if part.ndim < 2 or len(part) != len(each):
+        for group, shape, found in groups:
+            part = found[path]
+            if part.ndim < 2 or len(part) != shape[0]:
                 raise ModelNotSupportedError(
                     f"its backbone computes a tensor of shape {list(part.shape)} from all rows of a batch, and would "
                     "run on the rows of each length separately"
                 )
-            if is_of_tokens or (part.ndim > 2 and part.shape[1] == each.shape[1]):
+            if is_of_tokens or (part.ndim > 2 and part.shape[1] == shape[1]):
                 whole.append(group.spread(part.flatten(0, 1)))
                 continue
             if part.ndim > 2:  # tokens that were pooled, as in Funnel
