@@ -280,10 +280,8 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
         ...     model.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2).shape
         torch.Size([1, 5])
     """
-    inner = inner_model(model)
-    if not is_patched(inner):
-        raise PackingError(f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched")
-    return _patched_again(model, remove(inner))
+    check_patched(model)
+    return _patched_again(model, remove(inner_model(model)))
 
 
 @contextmanager
