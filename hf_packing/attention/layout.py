@@ -116,11 +116,6 @@ class Layout:
         """The value of max_length_q/k for the model: the length of the longest segment, or a constant above it."""
         return max(self.longest, self.bound)
 
-    @property
-    def is_one_path_per_row(self) -> bool:
-        """True if every module may run on the rows as they are."""
-        return len(self.trees.leaves) == self.rows
-
     @cached_property
     def slices(self) -> list[tuple[int, int]]:
         """The token indices (start, end) of each segment, end excluded. Several rows are counted as one long row."""

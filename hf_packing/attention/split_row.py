@@ -35,10 +35,6 @@ class SplitLayout(Layout):
     def has_prefixes(self) -> bool:
         return True
 
-    @property
-    def is_one_path_per_row(self) -> bool:
-        return False
-
     @cached_property
     def position_ids(self) -> Tensor:
         """The position of each of the rank's tokens in its document, int64 [1, tokens]."""
