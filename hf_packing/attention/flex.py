@@ -257,16 +257,14 @@ def _visible_blocks(depths: IntArray, first: IntArray, ends: IntArray) -> tuple[
     Returns:
         bool [blocks of queries, blocks of keys], twice.
     """
-    tokens, blocks = len(depths), -(-len(depths) // BLOCK)
-    number = np.arange(blocks)
-    begin, end = number * BLOCK, (number + 1) * BLOCK
-    parts = [np.pad(each, (0, int(end[-1]) - tokens), mode="edge").reshape(-1, BLOCK) for each in (depths, first, ends)]
+    begin = np.arange(0, len(depths), BLOCK)
     (shallowest, lowest, first_end), (deepest, highest, last_end) = (
-        [limit(part, axis=1) for part in parts] for limit in (np.min, np.max)
+        [limit.reduceat(each, begin) for each in (depths, first, ends)] for limit in (np.minimum, np.maximum)
     )
-    seen = (number <= number[:, None]) & (last_end > begin[:, None]) & (deepest >= lowest[:, None])
-    full = (number < number[:, None]) & (end <= tokens)[:, None]  # blocks that the row's end cuts are never full
-    full &= (first_end >= end[:, None]) & (shallowest >= highest[:, None])
+    query, end = begin[:, None], begin[:, None] + BLOCK
+    seen = (begin <= query) & (last_end > query) & (deepest >= lowest[:, None])
+    full = (begin < query) & (end <= len(depths))  # blocks that the row's end cuts are never full
+    full &= (first_end >= end) & (shallowest >= highest[:, None])
     return seen & ~full, full
 
 
