@@ -76,7 +76,8 @@ def attend_exactly(
     for runs, before, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
         if joins and before:
-            attended: Tensor = _AfterPrefix.apply(q, k, v, before, scale)  # type: ignore[no-untyped-call]
+            (k1, k2), (v1, v2) = (each.tensor_split([before], dim=2) for each in (k, v))
+            attended: Tensor = _AfterPrefix.apply(q, scale, k1, v1, k2, v2)  # type: ignore[no-untyped-call]
         elif is_plain:
             causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(
@@ -182,39 +183,32 @@ class _Overlapping(torch.autograd.Function):
 
 
 class _AfterPrefix(torch.autograd.Function):
-    """Attention of runs to all keys before them, and to their own up to each token: two calls of torch's kernel for
+    """Attention of runs to all keys above them, and to their own up to each token: two calls of torch's kernel for
     CPUs, which are joined. A backward pass with the joined sums gives the exact gradients of both."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, before: int, scale: float) -> Tensor:
-        ctx.options = before, scale
-        calls = [_FLASH(query, *each, 0.0, is_causal, scale=scale) for each, is_causal in _around(key, value, before)]
-        total = torch.logaddexp(*(sums for _, sums in calls))
-        joined = torch.stack([each * (sums - total).exp().unsqueeze(3).to(each) for each, sums in calls]).sum(0)
-        ctx.save_for_backward(query, key, value, joined, total)
+    def forward(ctx: Any, query: Tensor, scale: float, *above_and_own: Tensor) -> Tensor:
+        k1, v1, k2, v2 = above_and_own
+        above, sums = _FLASH(query, k1, v1, 0.0, False, scale=scale)
+        own, own_sums = _FLASH(query, k2, v2, 0.0, True, scale=scale)
+        total = torch.logaddexp(sums, own_sums)
+        shares = [(each - total).exp().unsqueeze(3).to(query) for each in (sums, own_sums)]
+        joined = above * shares[0] + own * shares[1]
+        ctx.scale = scale
+        ctx.save_for_backward(query, *above_and_own, joined, total)
         return joined
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, joined, total = ctx.saved_tensors
-        before, scale = ctx.options
-        (q1, k1, v1), (q2, k2, v2) = (
-            _FLASH_BACKWARD(gradient, query, *each, joined, total, 0.0, is_causal, scale=scale)
-            for each, is_causal in _around(key, value, before)
-        )
-        return q1 + q2, torch.cat([k1, k2], dim=2), torch.cat([v1, v2], dim=2), None, None
+        query, k1, v1, k2, v2, *joined = ctx.saved_tensors
+        q1, *above = _FLASH_BACKWARD(gradient, query, k1, v1, *joined, 0.0, False, scale=ctx.scale)
+        q2, *own = _FLASH_BACKWARD(gradient, query, k2, v2, *joined, 0.0, True, scale=ctx.scale)
+        return q1 + q2, None, *above, *own
 
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """The kernel behind torch's attention on CPUs, which also returns the log of the sum of exponentials of the scores."""
-
-
-def _around(key: Tensor, value: Tensor, place: int) -> list[tuple[tuple[Tensor, ...], bool]]:
-    """Return the keys and values before a place, and after it, and whether tokens from the place on see only earlier
-    ones of these."""
-    before, after = zip(*(torch.tensor_split(each, [place], dim=2) for each in (key, value)), strict=True)
-    return [(before, False), (after, True)]
 
 
 def attend_with_scores(
