@@ -57,7 +57,6 @@ from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_error
-from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.model import (
     ALIGNED,
@@ -105,7 +104,6 @@ __all__ = [
     "inner_model",
     "input_device",
     "is_patched",
-    "kernel_of",
     "labels_of_trees",
     "pad_token_of",
     "patch_for_training",
