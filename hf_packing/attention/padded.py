@@ -173,8 +173,8 @@ class PaddedRows:
 
     def with_padding_on(self, side: Side) -> "PaddedRows":
         """Return the places of the tokens after all padding was moved to one side."""
-        lengths, places = self.real.sum(1, keepdims=True), np.arange(self.shape[1])
-        real = places < lengths if side == "right" else places >= self.shape[1] - lengths
+        # what is sorted begins with what is False
+        real = ~np.sort(~self.real, axis=1) if side == "right" else np.sort(self.real, axis=1)
         return replace(self, real=real, side=side)
 
     def move(self, value: Any, moved: "PaddedRows") -> Any:
