@@ -193,7 +193,7 @@ class _AfterPrefix(torch.autograd.Function):
         own, own_sums = _FLASH(query, k2, v2, 0.0, True, scale=scale)
         total = torch.logaddexp(sums, own_sums)
         shares = [(each - total).exp().unsqueeze(3).to(query) for each in (sums, own_sums)]
-        joined = above * shares[0] + own * shares[1]
+        joined: Tensor = above * shares[0] + own * shares[1]
         ctx.scale = scale
         ctx.save_for_backward(query, *above_and_own, joined, total)
         return joined
