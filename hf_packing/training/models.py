@@ -145,8 +145,8 @@ def not_patched(names: Sequence[str]) -> str:
     """Return a text that says which models are not patched, by their classes, and what to do."""
     return (
         f"{', '.join(names)} reads packed rows in compute_loss, but is not patched, so that documents may read each "
-        "other: make this model an attribute of the trainer before attach, or call patch_model(model, padded=True), since "
-        "the proof of the step runs it on padded batches, too"
+        "other: make this model an attribute of the trainer before attach, or call patch_model(model, padded=True), "
+        "since the proof of the step runs it on padded batches, too"
     )
 
 
