@@ -462,13 +462,12 @@ def _is_of_every_token(value: Any, vocabulary: int) -> bool:
 
 
 _OF_SINGLE_LOGITS = frozenset(
-    ("float", "double", "half", "bfloat16", "to", "clone", "contiguous", "neg", "__neg__", "tanh")
-    + ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide")
-    + ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "clamp", "masked_fill")
+    ("float", "double", "to", "clone", "contiguous", "neg", "tanh", "mul", "div", "add", "sub")
 )
-"""Names of functions that change each logit by itself. With numbers and biases, they can wait."""
+"""Names of functions that change each logit by itself. With numbers and biases, they can wait. Operators have the names
+of these functions, too."""
 
-_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "__getitem__"))
+_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "transpose", "__getitem__"))
 """Names of functions that may return a view of the logits of some tokens."""
 
 _WITHOUT_VALUES = frozenset(
