@@ -111,6 +111,8 @@ class PackedCase(StepCase):
     longest: int | None = None
     """The most tokens of a document; None for no limit."""
     loss: Loss = "token"
+    source: tuple[Source, Accelerator] | None = None
+    """What makes batches of documents, with the accelerator of the training; None if the collator makes them."""
 
     def __init__(self, runner: StepRunner, collator: PackingCollator, makes_trees: bool) -> None:
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
@@ -171,9 +173,15 @@ class PackedCase(StepCase):
         other = {**of[document], INPUT_IDS: tokens, LABELS: tokens.where(labels != IGNORED_LABEL, labels)}
         return [other if number == document else each for number, each in enumerate(of)]
 
-    def rows(self, of: list[Document]) -> list[dict[str, Any]]:
-        """Return the documents as rows for a collator."""
-        return [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
+    def batch_of(self, of: list[Document]) -> Batch:
+        """Return the packed batch of some documents."""
+        rows = [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
+        if self.source is not None:
+            source, accelerator = self.source
+            batch = source.batch_of(rows, accelerator, self.collator)
+        else:
+            batch = self.collator(trees_of_documents(rows) if self.makes_trees else rows)
+        return send_to_device(batch, self.device)  # type: ignore[no-any-return]
 
     def padded(self, of: list[Document], padding: int) -> Batch:
         """Return the documents as rows with padding on the right, of so many tokens more than they need."""
@@ -211,24 +219,16 @@ class TrainerCase(PackedCase):
         )
         self.trainer, self.model, self.training, self.stock = trainer, model, training, without_attach(trainer)
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
+        self.source = (state.source, trainer.accelerator) if training else None
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
         if runner.without_router_losses:
             self.stock.aux_loss_enabled = False
         self.documents = on_all_ranks(lambda _: self._next_documents()) if batch is None else documents_of(batch)
 
     def unpatched(self, of: list[Document]) -> str:
-        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self._batch(of)) as found:
+        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self.batch_of(of)) as found:
             self.runner.run(self.packed(of))
         return not_patched(found) if found else ""
-
-    def _batch(self, of: list[Document]) -> Batch:
-        """Return the packed batch of some documents."""
-        rows, state = self.rows(of), self.trainer.attached
-        if self.training:
-            batch = state.source.batch_of(rows, self.trainer.accelerator, self.collator)
-        else:
-            batch = self.collator(trees_of_documents(rows) if self.makes_trees else rows)
-        return send_to_device(batch, self.device)  # type: ignore[no-any-return]
 
     def _next_documents(self) -> list[Document]:
         """Return documents of the next micro-batches, to choose from.
@@ -246,7 +246,7 @@ class TrainerCase(PackedCase):
         return documents
 
     def packed(self, of: list[Document]) -> Callable[[], Tensor]:
-        trainer, device, inputs = self.trainer, self.device, self._batch(of)
+        trainer, device, inputs = self.trainer, self.device, self.batch_of(of)
         if not self.training:
             return lambda: _not_proving(trainer, TokenMean(device)).compute_loss(self.model, inputs)
         own = torch.tensor(self.sizes(of)[-1], device=device)
@@ -295,15 +295,8 @@ class LoopCase(PackedCase):
             batches = (collator([row]) for _, row in source[0].next_rows(_READ))
         self.documents = [document for each in batches for document in documents_of(each)]
 
-    def collate(self, rows: Sequence[Any]) -> Batch:
-        """Return the packed batch of some rows."""
-        if self.source is not None:
-            source, accelerator = self.source
-            return source.batch_of(rows, accelerator, self.collator)
-        return self.collator(trees_of_documents(rows) if self.makes_trees else rows)
-
     def packed(self, of: list[Document]) -> Callable[[], Tensor]:
-        inputs, items = send_to_device(self.collate(self.rows(of)), self.device), max(1, self.sizes(of)[-1])
+        inputs, items = self.batch_of(of), max(1, self.sizes(of)[-1])
         if (function := self.function) is not None:
             return lambda: function(self.model, inputs)
 
