@@ -169,13 +169,9 @@ def watched_for_unpatched(batch: Batch) -> Iterator[list[str]]:
         if is_embedding and given and isinstance(given[0], Tensor) and _crosses_a_border(given[0], batch):
             embedded.append(module)
 
-    hook = nn.modules.module.register_module_forward_pre_hook(look)
-    try:
-        with warnings.catch_warnings():  # compiled modules run uncompiled here
-            warnings.filterwarnings("ignore", "Using `torch.compile")
-            yield found
-    finally:
-        hook.remove()
+    with nn.modules.module.register_module_forward_pre_hook(look), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # compiled modules run uncompiled here
+        yield found
     inside = {id(each) for model in called for each in model.modules() if each is not model}
     outermost = dict.fromkeys(each for each in called if id(each) not in inside and each not in patched)
     found += [type(each).__name__ for each in outermost if not {*each.modules()}.isdisjoint(embedded)]

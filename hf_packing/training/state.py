@@ -1,6 +1,7 @@
 """The state that `attach` gives a trainer: what it has decided, the source of the batches, and a check for changes."""
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,8 +127,8 @@ class Attached(ABC):
 
 def decided_by(trainer: Trainer) -> dict[str, Any]:
     """Return everything that decides batches and losses, by name."""
-    holders = vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config)
-    found = {name: next((each[name] for each in holders if name in each), None) for name in _DECIDED}
+    holders = ChainMap(vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config))
+    found = {name: holders.get(name) for name in _DECIDED}
     data, model = trainer.train_dataset, inner_model(trainer.model)
     return found | {
         "train_dataset.format": getattr(data, "format", None),

@@ -134,8 +134,11 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
                     note = ", whose loss changes with padding"
         if on_any_rank(steps.noise > _CHAOS):
             of, note = None, f", whose loss changes by {steps.noise:.0%} with rounding"
-        steps = steps._replace(differ=steps.differ and of is not None)
-        problem = steps.describe() if steps.differ else "" if of is not None else case.unpatched(steps.made_of)
+        problem = ""
+        if of is None:
+            problem = case.unpatched(steps.made_of)
+        elif steps.differ:
+            problem = steps.describe()
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
         problem=problem,

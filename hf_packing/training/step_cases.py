@@ -329,10 +329,11 @@ class RowsCase(StepCase):
         self.source = trainer.attached.source
 
     def choose(self, without_padding: bool) -> CheckedRows | None:
-        state = self.trainer.attached
-        checked: CheckedRows | None = self.source.collate_parts(equal=True) if without_padding else state.checked
+        if not without_padding:
+            return self.trainer.attached.checked  # type: ignore[no-any-return]
+        checked: CheckedRows | None = self.source.collate_parts(equal=True)
         masks = [each for name, each in checked.whole.items() if name.endswith(ATTENTION_MASK)] if checked else []
-        return None if without_padding and not all(each.all() for each in masks) else checked
+        return checked if all(each.all() for each in masks) else None
 
     def packed(self, of: CheckedRows) -> Callable[[], Tensor]:
         trainer, device = self.trainer, self.device
