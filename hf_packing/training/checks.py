@@ -36,7 +36,7 @@ _BATCH_METHODS = (
 """Methods of Trainer that attach replaces. A class that overrides one is refused, since attach would hide the override.
 """
 
-_WRAPPED_METHODS = (*_BATCH_METHODS, "compute_loss", "evaluation_loop")
+WRAPPED_METHODS = (*_BATCH_METHODS, "compute_loss", "evaluation_loop")
 """Methods of Trainer that attach wraps. A function set on the trainer instance would be called instead of the wrapper.
 """
 
@@ -104,7 +104,7 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             f"{f'overrides {own[0]}' if own else 'makes its own batches or losses'}; attach(trainer, None) keeps its "
             "batches, and takes out their padding"
         )
-    if found := [name for name in _WRAPPED_METHODS if name in vars(trainer)]:
+    if found := [name for name in WRAPPED_METHODS if name in vars(trainer)]:
         raise PackingError(
             f"{found[0]}: expected the method of {kind.__name__}, got {vars(trainer)[found[0]]!r}, set on the trainer "
             "object; remove this attribute. To change compute_loss or evaluation_loop, define the method in a subclass"
@@ -130,13 +130,8 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
         )
     by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
-    check_values(trainer.args, _BY_PLANS | by_loss[loss])
-
-
-def check_values(args: Any, expected: _Expected) -> None:
-    """Refuse training arguments with other values than those that are expected."""
-    for name, (value, why) in expected.items():
-        given = getattr(args, name, value)
+    for name, (value, why) in (_BY_PLANS | by_loss[loss]).items():
+        given = getattr(trainer.args, name, value)
         if given is not None and given != value:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, labels_of_trees
@@ -74,17 +75,12 @@ def observed_logits(model: nn.Module, shape: torch.Size, weighting: Weighting | 
         _warn_once(type(inner).__name__, head.reason)
 
 
-@contextmanager
-def called_on_outputs(module: nn.Module, function: Callable[[Any], None]) -> Iterator[None]:
-    """Context manager: within the block, a function sees the outputs of each forward of a module, or changes them.
+def called_on_outputs(module: nn.Module, function: Callable[[Any], None]) -> RemovableHandle:
+    """Let a function see the outputs of each forward of a module, or change them, within a `with` block.
 
     For a model without its wrappers, it runs inside of DDP and FSDP, as a loss does, while the weights are gathered.
     """
-    handle = module.register_forward_hook(lambda _, __, outputs: function(outputs), prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_hook(lambda _, __, outputs: function(outputs), prepend=True)
 
 
 def join_chunks(logits: Tensor, rows: Tensor, function: Reducer) -> Tensor:
@@ -282,9 +278,7 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, function.__name__
-        if name == "__get__":
-            name = function.__self__.__name__
+        kwargs, name = kwargs or {}, _name_of(function)
         is_hook = name in ("register_hook", "retain_grad") and args[0].known is None
         if is_hook and not _maker_of(*args[1:]).startswith(("torch.distributed.", "deepspeed.")):
             if not args[0].head.sums:  # no loss is computed yet, so it can be one of whole rows
@@ -434,11 +428,16 @@ class _UnknownGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.__name__ if function.__name__ != "__get__" else function.__self__.__name__
-        if name not in _WITHOUT_VALUES:
+        if _name_of(function) not in _WITHOUT_VALUES:
             raise _refusal("one that reads it")
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a function that torch calls on a tensor, or of the attribute that it reads."""
+    name: str = (function.__self__ if function.__name__ == "__get__" else function).__name__
+    return name
 
 
 def _without_gradient(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
@@ -462,13 +461,12 @@ def _is_of_every_token(value: Any, vocabulary: int) -> bool:
 
 
 _OF_SINGLE_LOGITS = frozenset(
-    ("float", "double", "half", "bfloat16", "to", "clone", "contiguous", "neg", "__neg__", "tanh")
-    + ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide")
-    + ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "clamp", "masked_fill")
+    ("float", "double", "to", "clone", "contiguous", "neg", "tanh", "mul", "div", "add", "sub")
 )
-"""Names of functions that change each logit by itself. With numbers and biases, they can wait."""
+"""Names of functions that change each logit by itself. With numbers and biases, they can wait. Operators have the names
+of these functions, too."""
 
-_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "__getitem__"))
+_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "transpose", "__getitem__"))
 """Names of functions that may return a view of the logits of some tokens."""
 
 _WITHOUT_VALUES = frozenset(

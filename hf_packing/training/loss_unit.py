@@ -116,7 +116,7 @@ def _steps(trainer: Trainer, kind: type[Trainer], batches: Sequence[Batch]) -> l
     """Return the losses that a trainer of class `kind` computes of batches, and the gradients of small parameters."""
     asked: Any = copy.copy(trainer)
     asked.__class__ = kind
-    others = [each for name, each in models_of(trainer).items() if name != "model"]
+    _, *others = models_of(trainer).values()
     runner = StepRunner(trainer.model, others, holders=[vars(asked)], without=[trainer.train_dataset])
     with runner.undisturbed(training=True):
         total = 0

@@ -135,8 +135,6 @@ class OwnLoss(NamedTuple):
     """True if the logits of a token predict the next token; False if they predict the token itself."""
     is_divided: bool
     """True if the loss depends on num_items_in_batch."""
-    of_tokens: bool
-    """True if the logits are those of a vocabulary; False for a classifier of tokens."""
 
 
 _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]" = weakref.WeakKeyDictionary()
@@ -146,12 +144,6 @@ _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]"
 def own_loss_of(model: nn.Module) -> OwnLoss | None:
     """Return how a language model computes its own loss; None if it returns no loss of its logits, or if this is not
     known."""
-    found = _asked_before(model)
-    return found if found is not None and found.of_tokens else None
-
-
-def _asked_before(model: nn.Module) -> OwnLoss | None:
-    """Return how a model computes its own loss of the logits of tokens, if it does and this is known."""
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in _KNOWN or _KNOWN[inner][0] is not function:
@@ -229,7 +221,8 @@ def _ask(model: nn.Module) -> OwnLoss | None:
 
 
 def _ask_about(model: PreTrainedModel, tokens: int) -> OwnLoss | None:
-    """Run a model on a document with one label. The gradient shows which token's logits the loss depends on."""
+    """Run a model on a document with one label. The gradient shows which token's logits the loss depends on; None if it
+    is that of another token, or if the logits are not those of a vocabulary."""
     device = input_device(model)
     documents, _ = random_documents(model, [tokens], seed=0)
     batch = send_to_device(PackingCollator(keep_first_labels=True)([{INPUT_IDS: documents[0]}]), device)
@@ -247,10 +240,11 @@ def _ask_about(model: PreTrainedModel, tokens: int) -> OwnLoss | None:
         outputs, others = run(1), run(2)
     (gradient,) = torch.autograd.grad(outputs.loss, outputs.logits)
     predictor = int(gradient[0].abs().amax(-1).argmax())
-    is_divided = bool((others.loss - outputs.loss).abs() > _MUCH * outputs.loss.abs())
-    # padding of the vocabulary may be cut off
-    of_tokens = 2 * outputs.logits.shape[-1] > int(batch[INPUT_IDS].max())
-    return OwnLoss(predictor < _LABELED, is_divided, of_tokens) if predictor in (_LABELED - 1, _LABELED) else None
+    # padding of the vocabulary may be cut off; a classifier of tokens has fewer logits
+    is_vocabulary = 2 * outputs.logits.shape[-1] > int(batch[INPUT_IDS].max())
+    if not is_vocabulary or predictor not in (_LABELED - 1, _LABELED):
+        return None
+    return OwnLoss(predictor < _LABELED, bool((others.loss - outputs.loss).abs() > _MUCH * outputs.loss.abs()))
 
 
 def _with_gradients(_: nn.Module, __: Any, embeddings: Any) -> Any:

@@ -116,32 +116,21 @@ def _named(name: str) -> Iterator[None]:
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
-    """Return the models of a trainer and its callbacks that read tokens, by name, the trained model first.
+    """Return the models that read tokens among the attributes of a trainer, by name, the trained model first.
 
-    An attribute of any name counts, and a list or dict of models. What wraps, or is part of, a model that was found
-    before is not another model.
+    What wraps, or is part of, a model that was found before is not another model. Models that are elsewhere, such as in
+    a list or a callback, are found by `watched_for_unpatched` if they read packed rows.
     """
     if not isinstance(getattr(trainer, "model", None), nn.Module):
         raise PackingError(f"trainer: expected a Trainer with a model, got {type(trainer).__name__} without one")
     found, seen = {"model": trainer.model}, set(trainer.model.modules())
-    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
-    for owner, of_callback in [(trainer, ""), *((each, f"{type(each).__name__}.") for each in callbacks)]:
-        for name, module in _values_of(owner):
-            if isinstance(module, nn.Module) and _reads_tokens(module):
-                inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
-                if not inside <= seen:
-                    found[of_callback + name] = module
-                    seen.update(module.modules())
+    for name, module in vars(trainer).items():
+        if isinstance(module, nn.Module) and _reads_tokens(module):
+            inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
+            if not inside <= seen:
+                found[name] = module
+                seen.update(module.modules())
     return found
-
-
-def _values_of(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, and what is in its lists and dicts, with their names."""
-    for name, value in vars(owner).items():
-        yield name, value
-        if isinstance(value, (list, tuple, dict)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{name}[{key!r}]", each) for key, each in items)
 
 
 def _reads_tokens(module: nn.Module) -> bool:
@@ -156,7 +145,8 @@ def not_patched(names: Sequence[str]) -> str:
     """Return a text that says which models are not patched, by their classes, and what to do."""
     return (
         f"{', '.join(names)} reads packed rows in compute_loss, but is not patched, so that documents may read each "
-        "other: call patch_model of this model, or make it an attribute of the trainer or of a callback before attach"
+        "other: make this model an attribute of the trainer before attach, or call patch_model(model, padded=True), "
+        "since the proof of the step runs it on padded batches, too"
     )
 
 
@@ -179,13 +169,9 @@ def watched_for_unpatched(batch: Batch) -> Iterator[list[str]]:
         if is_embedding and given and isinstance(given[0], Tensor) and _crosses_a_border(given[0], batch):
             embedded.append(module)
 
-    hook = nn.modules.module.register_module_forward_pre_hook(look)
-    try:
-        with warnings.catch_warnings():  # compiled modules run uncompiled here
-            warnings.filterwarnings("ignore", "Using `torch.compile")
-            yield found
-    finally:
-        hook.remove()
+    with nn.modules.module.register_module_forward_pre_hook(look), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # compiled modules run uncompiled here
+        yield found
     inside = {id(each) for model in called for each in model.modules() if each is not model}
     outermost = dict.fromkeys(each for each in called if id(each) not in inside and each not in patched)
     found += [type(each).__name__ for each in outermost if not {*each.modules()}.isdisjoint(embedded)]

@@ -37,7 +37,7 @@ from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_number, is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels, trees_of_documents
+from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, shows_table, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
@@ -169,16 +169,13 @@ class PackedRows:
         for row in islice(chain.from_iterable(sampler), count):
             yield row[0] if is_whole and not row[1] else None, rows.__getitems__([row])[0]
 
-    def batch_of(self, documents: Sequence[Row], accelerator: Accelerator, collate: PackingCollator) -> Batch:
-        """Return the batch of some documents, with input_ids and labels, as training makes it. Of a row on several
-        ranks, every rank has as many tokens, so documents are cut."""
-        if self.shares_prefixes:
-            documents = trees_of_documents(documents)
+    def collator_of_documents(self, accelerator: Accelerator, collate: PackingCollator) -> Callable[[Any], Batch]:
+        """Return the collator of batches of some documents, as training makes them. Of a row on several ranks, every
+        rank has as many tokens, so documents are cut."""
         ranks = self.sampler.batching.ranks_per_block
-        made = self._collator(
+        return self._collator(
             accelerator, collate, lambda lengths: lay_out(lengths, ranks, -(-sum(lengths) // ranks), linear_cost=0)
         )
-        return made(documents)
 
     def loader(
         self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
@@ -307,11 +304,12 @@ def _columns_of_numbers(data: Any, of_documents: bool = False) -> list[str]:
         is_found = is_number if of_documents else is_token_type
         return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_found(each.type)]
     row = data[0] if len(data) else {}
-    numbers = row if isinstance(row, Mapping) else {}
-    values = {name: row[name] for name in numbers if name not in KNOWN_COLUMNS}
-    if of_documents:
-        return [name for name, value in values.items() if _is_one_number(value)]
-    return [name for name, value in values.items() if numbers_in(value) is not None]
+    values = row.items() if isinstance(row, Mapping) else ()
+    return [
+        name
+        for name, value in values
+        if name not in KNOWN_COLUMNS and (_is_one_number(value) if of_documents else numbers_in(value) is not None)
+    ]
 
 
 def _is_one_number(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """The state that `attach` gives a trainer: what it has decided, the source of the batches, and a check for changes."""
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
-from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
+from hf_packing.training.checks import WRAPPED_METHODS, lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loss_unit import find_loss_unit
 from hf_packing.training.losses import Loss, TokenMean
@@ -43,8 +44,7 @@ _DECIDED = (
     *("gradient_accumulation_steps", "average_tokens_across_devices", "auto_find_batch_size"),
     *("train_sampling_strategy", "label_smoothing_factor", "use_liger_kernel", "neftune_noise_alpha"),
     *("predict_with_generate", "loss_type", "packing", "eval_packing", "dispatch_batches", "split_batches"),
-    *("get_train_dataloader", "_get_train_sampler", "get_eval_dataloader", "get_test_dataloader"),
-    *("get_batch_samples", "compute_loss", "evaluation_loop"),
+    *WRAPPED_METHODS,
 )
 """Attributes of a trainer, its arguments and its accelerator that decide batches and losses. A method counts if it is
 set on the trainer object."""
@@ -121,14 +121,14 @@ class Attached(ABC):
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+            multiprocessing_context=args.dataloader_multiprocessing_context,
         )
 
 
 def decided_by(trainer: Trainer) -> dict[str, Any]:
     """Return everything that decides batches and losses, by name."""
-    holders = vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config)
-    found = {name: next((each[name] for each in holders if name in each), None) for name in _DECIDED}
+    holders = ChainMap(vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config))
+    found = {name: holders.get(name) for name in _DECIDED}
     data, model = trainer.train_dataset, inner_model(trainer.model)
     return found | {
         "train_dataset.format": getattr(data, "format", None),
@@ -271,11 +271,6 @@ class AttachedPacks(Attached):
         check_takes_rows(trainer.model, source, self.batching, self.shapes)
         if not source.shares_prefixes and self.batching.ranks_per_block == 1:
             return
-        if source.shares_prefixes and self.reading.masking is not None:
-            raise PackingError(
-                f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
-                f"{type(self.own_collator).__name__} with mlm=True"
-            )
         args = trainer.args
         is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel
         computes = args.loss_type == "nll" if self.sums_log_probs else self.kind.compute_loss is Trainer.compute_loss

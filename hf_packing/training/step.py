@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_packing.attention import Step, StepDifference, StepRunner, compare, has_local_weights
 from hf_packing.errors import PackingError
+from hf_packing.training.ranks import on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,11 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
                     note = ", whose loss changes with padding"
         if on_any_rank(steps.noise > _CHAOS):
             of, note = None, f", whose loss changes by {steps.noise:.0%} with rounding"
-        steps = steps._replace(differ=steps.differ and of is not None)
-        problem = steps.describe() if steps.differ else "" if of is not None else case.unpatched(steps.made_of)
+        problem = ""
+        if of is None:
+            problem = case.unpatched(steps.made_of)
+        elif steps.differ:
+            problem = steps.describe()
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
         problem=problem,
@@ -216,17 +220,14 @@ class _Steps(NamedTuple):
     def _is_additive(self) -> bool | None:
         """Return whether the packed loss is a sum over documents: whether replacing one of two changes it by as much,
         whether or not the other one is replaced. None if this is not known."""
-        if on_any_rank(self.case.replaced(self.made_of, 0) is None):
+        replaced = self.case.replaced
+        other_first = replaced(self.made_of, 0)
+        if on_any_rank(other_first is None):
             return None
-        losses = {}
-        for first, second in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            of = self.made_of
-            for document in [0] * first + [1] * second:
-                of = self.case.replaced(of, document)
-            losses[first, second] = self.case.runner.run(self.case.packed(of)).loss
-        changes = [abs(losses[each] - losses[0, 0]) for each in ((1, 0), (0, 1))]
-        mixed = abs(losses[0, 0] - losses[1, 0] - losses[0, 1] + losses[1, 1])
-        return mixed <= _MIXED * min(changes)
+        variants = self.made_of, other_first, replaced(self.made_of, 1), replaced(other_first, 1)
+        as_it_is, first, second, both = (self.case.runner.run(self.case.packed(of)).loss for of in variants)
+        changes = abs(first - as_it_is), abs(second - as_it_is)
+        return abs(as_it_is - first - second + both) <= _MIXED * min(changes)
 
 
 def _padding_is_neutral(case: StepCase, of: Any) -> bool:
@@ -242,24 +243,21 @@ _MIXED = 1e-2
 
 def _on_all_ranks(case: StepCase, compute: Callable[[], Tensor], unpatched: bool) -> Step:
     """Run a step on all ranks, or raise an error on all of them: the user's own code may raise anything."""
-    step, failure, is_whole = None, None, has_local_weights(case.runner.model)
-    try:
-        step = case.runner.run(compute, unpatched)
-    except Exception as error:
-        failure = error
-    said = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-    if failure is None or is_whole:  # ranks that shard a model may wait for this one in it, so it has to end
-        said = gather_object(said)
-    if failure is not None and (not unpatched or isinstance(failure, torch.OutOfMemoryError)):
-        raise failure
-    if any(said):
-        raise PackingError(
-            "trainer: expected a loss that can be computed without packing, too, of a padded batch with input_ids, "
-            f"attention_mask and labels, but it raised {next(filter(None, said))}. If it is made for packed batches "
-            "alone, pass prove='model': its step is then compared with nothing"
-        ) from failure
-    assert step is not None
-    return step
+
+    def run(_: object = None) -> Step:
+        try:
+            return case.runner.run(compute, unpatched)
+        except Exception as error:
+            if not unpatched or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise PackingError(
+                "trainer: expected a loss that can be computed without packing, too, of a padded batch with input_ids, "
+                f"attention_mask and labels, but it raised {type(error).__name__}: {error}. If it is made for packed "
+                "batches alone, pass prove='model': its step is then compared with nothing"
+            ) from error
+
+    # ranks that shard a model may wait for this one in it, so it has to end
+    return on_all_ranks(run) if has_local_weights(case.runner.model) else run()
 
 
 def on_any_rank(found: bool) -> bool:

@@ -1,8 +1,9 @@
 """The ways in which trainers and loops make a step: of packed documents, of whole rows, and of a padded batch."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -115,6 +116,8 @@ class PackedCase(StepCase):
     def __init__(self, runner: StepRunner, collator: PackingCollator, makes_trees: bool) -> None:
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
         self.makes_trees = makes_trees
+        self.collate: Callable[[Any], Batch] = collator
+        """Makes the packed batch of rows, or this rank's part of it."""
         runner.without_router_losses = makes_trees or runner.ranks_per_row > 1
         self.inner = inner_model(runner.model)
         self.device = input_device(self.inner)
@@ -171,9 +174,11 @@ class PackedCase(StepCase):
         other = {**of[document], INPUT_IDS: tokens, LABELS: tokens.where(labels != IGNORED_LABEL, labels)}
         return [other if number == document else each for number, each in enumerate(of)]
 
-    def rows(self, of: list[Document]) -> list[dict[str, Any]]:
-        """Return the documents as rows for a collator."""
-        return [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
+    def batch_of(self, of: list[Document]) -> Batch:
+        """Return the packed batch of some documents."""
+        rows = [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
+        batch = self.collate(trees_of_documents(rows) if self.makes_trees else rows)
+        return send_to_device(batch, self.device)  # type: ignore[no-any-return]
 
     def padded(self, of: list[Document], padding: int) -> Batch:
         """Return the documents as rows with padding on the right, of so many tokens more than they need."""
@@ -214,21 +219,16 @@ class TrainerCase(PackedCase):
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
         if runner.without_router_losses:
             self.stock.aux_loss_enabled = False
-        self.documents = on_all_ranks(lambda _: self._next_documents()) if batch is None else documents_of(batch)
+        if batch is None:
+            self.collate = state.source.collator_of_documents(trainer.accelerator, state.collator)
+            self.documents = on_all_ranks(lambda _: self._next_documents())
+        else:
+            self.documents = documents_of(batch)
 
     def unpatched(self, of: list[Document]) -> str:
-        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self._batch(of)) as found:
+        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self.batch_of(of)) as found:
             self.runner.run(self.packed(of))
         return not_patched(found) if found else ""
-
-    def _batch(self, of: list[Document]) -> Batch:
-        """Return the packed batch of some documents."""
-        rows, state = self.rows(of), self.trainer.attached
-        if self.training:
-            batch = state.source.batch_of(rows, self.trainer.accelerator, self.collator)
-        else:
-            batch = self.collator(trees_of_documents(rows) if self.makes_trees else rows)
-        return send_to_device(batch, self.device)  # type: ignore[no-any-return]
 
     def _next_documents(self) -> list[Document]:
         """Return documents of the next micro-batches, to choose from.
@@ -236,17 +236,17 @@ class TrainerCase(PackedCase):
         Raises:
             PackingError: the trainer's own collator makes other tokens or labels of one.
         """
-        documents, check = [], None
+        documents, of_dataset = [], {}
         for number, row in self.trainer.attached.source.next_rows(_READ):
             found = documents_of(self.collator([row]))
             if number is not None:
-                check = check or _own_collator(self.stock, self._first)
-                check(number, *found)
+                (of_dataset[number],) = found
             documents += found
+        _compare_with_own_collator(self.stock, of_dataset, self._first)
         return documents
 
     def packed(self, of: list[Document]) -> Callable[[], Tensor]:
-        trainer, device, inputs = self.trainer, self.device, self._batch(of)
+        trainer, device, inputs = self.trainer, self.device, self.batch_of(of)
         if not self.training:
             return lambda: _not_proving(trainer, TokenMean(device)).compute_loss(self.model, inputs)
         own = torch.tensor(self.sizes(of)[-1], device=device)
@@ -289,34 +289,29 @@ class LoopCase(PackedCase):
         part = part_of_row(batch)
         runner = StepRunner(model, ranks_per_row=part.layout.num_ranks if part else 1)
         super().__init__(runner, collator, source[0].shares_prefixes if source else is_tree_batch(batch))
-        self.model, self.function, self.loss, self.source = model, function, loss, source
+        self.model, self.function, self.loss = model, function, loss
         self.most_tokens, batches = batch[INPUT_IDS].shape[1], iter([batch])
-        if source and isinstance(source[0], PackedRows):
-            batches = (collator([row]) for _, row in source[0].next_rows(_READ))
+        if source and isinstance(rows := source[0], PackedRows):
+            self.collate = rows.collator_of_documents(source[1], collator)
+            batches = (collator([row]) for _, row in rows.next_rows(_READ))
         self.documents = [document for each in batches for document in documents_of(each)]
 
-    def collate(self, rows: Sequence[Any]) -> Batch:
-        """Return the packed batch of some rows."""
-        if self.source is not None:
-            source, accelerator = self.source
-            return source.batch_of(rows, accelerator, self.collator)
-        return self.collator(trees_of_documents(rows) if self.makes_trees else rows)
-
     def packed(self, of: list[Document]) -> Callable[[], Tensor]:
-        inputs, items = send_to_device(self.collate(self.rows(of)), self.device), max(1, self.sizes(of)[-1])
-        if (function := self.function) is not None:
-            return lambda: function(self.model, inputs)
+        inputs = self.batch_of(of)
+        if self.function is not None:
+            return partial(self.function, self.model, inputs)
+        items = torch.tensor(max(1, self.sizes(of)[-1]), device=self.device)
 
         def loss() -> Tensor:
             step = WholeStep.of(self.model, inputs, self.loss)
-            return step.run(self.model)[0] * step.share_of(torch.tensor(items, device=self.device))
+            return step.run(self.model)[0] * step.share_of(items)
 
         return loss
 
     def unpacked(self, of: list[Document], padding: int) -> Callable[[], Tensor]:
         inputs = self.padded(of, padding)
-        if (function := self.function) is not None:
-            return lambda: function(self.model, inputs)
+        if self.function is not None:
+            return partial(self.function, self.model, inputs)
         return lambda: self.model(**inputs).loss
 
 
@@ -334,10 +329,11 @@ class RowsCase(StepCase):
         self.source = trainer.attached.source
 
     def choose(self, without_padding: bool) -> CheckedRows | None:
-        state = self.trainer.attached
-        checked: CheckedRows | None = self.source.collate_parts(equal=True) if without_padding else state.checked
+        if not without_padding:
+            return self.trainer.attached.checked  # type: ignore[no-any-return]
+        checked: CheckedRows | None = self.source.collate_parts(equal=True)
         masks = [each for name, each in checked.whole.items() if name.endswith(ATTENTION_MASK)] if checked else []
-        return None if without_padding and not all(each.all() for each in masks) else checked
+        return checked if all(each.all() for each in masks) else None
 
     def packed(self, of: CheckedRows) -> Callable[[], Tensor]:
         trainer, device = self.trainer, self.device
@@ -422,7 +418,7 @@ _UNCHANGED = ("train_dataset", "eval_dataset", "accelerator", "optimizer", "call
 
 
 def _runner_of(trainer: Any, model: nn.Module, ranks_per_row: int = 1) -> StepRunner:
-    others = [each for name, each in models_of(trainer).items() if name != "model"]
+    _, *others = models_of(trainer).values()
     kind = trainer.attached.kind
     of_classes = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, (list, dict, set))]
     holders = [vars(trainer), kind.compute_loss, *of_classes]
@@ -482,27 +478,29 @@ _READ = 64
 """The most rows that documents are chosen from."""
 
 
-def _own_collator(stock: Any, first: int) -> Callable[[int, Document], None]:
-    """Return a function that compares a document of the dataset, given the number of its row, with what a trainer's own
-    collator makes of the row, alone. Labels count from token number `first`.
+def _compare_with_own_collator(stock: Any, documents: Mapping[int, Document], first: int) -> None:
+    """Compare documents of the dataset, by the numbers of their rows, with what a trainer's own collator makes of each
+    row, alone. Labels count from token number `first`.
 
     Nothing is compared where the trainer cannot read its dataset by itself, or makes no labels.
 
     Raises:
         PackingError: the collator makes other tokens or labels.
     """
-    loaders, loader = stock.accelerator._dataloaders, None
+    if not documents:
+        return
+    loaders = stock.accelerator._dataloaders
     before = len(loaders)
+    loader: Any = None
     with suppress(Exception), torch.random.fork_rng():  # making a loader may draw random numbers
         loader = stock.get_train_dataloader()
     del loaders[before:]
-
-    def check(number: int, document: Document) -> None:
+    for number, document in documents.items() if loader is not None else ():
         batch: Batch = {}
         with suppress(Exception):  # a collator may raise anything
-            batch = {} if loader is None else collate_rows(loader.collate_fn, rows_by_number(loader.dataset, [number]))
+            batch = collate_rows(loader.collate_fn, rows_by_number(loader.dataset, [number]))
         if LABELS not in batch:
-            return
+            continue
         is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0
         for name, begin in ((INPUT_IDS, 0), (LABELS, first)):
             found, expected = (each[0, begin:].tolist() for each in (document[name], batch[name][:, is_token]))
@@ -514,8 +512,6 @@ def _own_collator(stock: Any, first: int) -> Callable[[int, Document], None]:
                     f"{begin + place} of row {number} on, got {found[here]}. attach reads the columns of the dataset: "
                     f"give it the {name} that you want to train on, and the trainer no collator that changes them"
                 )
-
-    return check
 
 
 def check_step(

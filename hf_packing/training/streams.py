@@ -35,7 +35,6 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import Row, trees_of_documents
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
@@ -253,10 +252,6 @@ class StreamedRows:
     def summary(self, unpacked: int, isolation: object) -> "StreamSummary":  # noqa: ARG002
         """Return how a training reads the stream; the number of documents in a step without packing is not known."""
         return StreamSummary(self, isolation)
-
-    def batch_of(self, documents: Sequence[Row], _: Accelerator, collate: PackingCollator) -> Batch:
-        """Return the batch of some documents; see `PackedRows.batch_of`."""
-        return collate(trees_of_documents(documents) if self.shares_prefixes else documents)
 
     def loader(
         self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any

@@ -26,6 +26,7 @@ from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, rows_to_sample, shows_table, sizes_of
+from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.loader import batches_loader, on_device
 from hf_packing.training.loss_unit import UNITS, CheckedRows
 from hf_packing.training.losses import COUNTS, Batch
@@ -46,7 +47,10 @@ class WholeRows(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate) -> None:
+        assert isinstance(sampler.batching, TokenBudget)
         self.dataset, self.sampler, self.collate = dataset, sampler, collate
+        self.most_tokens = sampler.batching.most_tokens
+        """The most tokens of a micro-batch."""
         self.unit = "rows"
         """What the loss is a mean of, a key of UNITS."""
 
@@ -62,12 +66,10 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
     def collated(self, rows: Sequence[tuple[Any, bool]]) -> Batch:
         """Return what the trainer's collator makes of rows, with counts of the batch."""
-        most = self.sampler.batching.most_tokens
         batch = self._with_counts(self.collate([row for row, _ in rows]), sum(not is_copy for _, is_copy in rows))
-        assert most is not None
-        if (tokens := int(batch[COUNTS][0])) > most:
+        if (tokens := int(batch[COUNTS][0])) > self.most_tokens:
             raise PackingError(
-                f"data_collator: expected at most {most} tokens in a micro-batch, as planned, got {tokens}"
+                f"data_collator: expected at most {self.most_tokens} tokens in a micro-batch, as planned, got {tokens}"
                 ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
                 "attention_mask that is 0 on padding, and must not add tokens at random"
             )
@@ -104,8 +106,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         Args:
             equal: whether all of them have to have equally many tokens; there may then be no part.
         """
-        tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
-        assert most is not None
+        tokens, most = self.sampler.sizes.tokens, self.most_tokens
         by_length = np.argsort(tokens, kind="stable")
         by_length = by_length[(tokens[by_length] > 0) & (tokens[by_length] <= most)]
         if equal:

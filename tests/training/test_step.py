@@ -192,6 +192,20 @@ def teacher_of_callback(folder, model, teacher):
     return trainer_of(folder, kind, model, callbacks=[Makes()])
 
 
+def teacher_in_attribute_of_callback(folder, model, teacher):
+    holder = TrainerCallback()
+    holder.teacher = teacher
+    kind = with_loss(lambda *given: divergence(*given, holder.teacher))
+    return trainer_of(folder, kind, model, callbacks=[holder])
+
+
+def teacher_in_list(folder, model, teacher):
+    kind = type("Own", (OwnLoss,), {"function": lambda self, *given: divergence(*given, self.teachers["chat"][0])})
+    trainer = trainer_of(folder, kind, model)
+    trainer.teachers = {"chat": [teacher]}
+    return trainer
+
+
 def teacher_of_trainer(folder, model, teacher):
     kind = type("Own", (OwnLoss,), {"function": lambda self, *given: divergence(*given, self.teacher)})
     trainer = trainer_of(folder, kind, model)
@@ -465,10 +479,16 @@ def test_what_differs_is_found(name, tmp_path):
     assert all(each.grad is None for each in trainer.model.parameters())
 
 
-TEACHERS = {"of a closure": teacher_in_closure, "of a class": teacher_of_class, "of a callback": teacher_of_callback}
+TEACHERS = {
+    "of a closure": teacher_in_closure,
+    "of a class": teacher_of_class,
+    "of a callback": teacher_of_callback,
+    "an attribute of a callback": teacher_in_attribute_of_callback,
+    "in a list": teacher_in_list,
+}
 
 
-@pytest.mark.parametrize("hold", fast_only(TEACHERS, "of a class"))
+@pytest.mark.parametrize("hold", fast_only(TEACHERS, "in a list"))
 @pytest.mark.parametrize("prove", ["first batch", "model"])
 def test_a_teacher_that_is_not_patched_is_named(hold, prove, tmp_path):
     """Whoever holds it, also where the step is compared with nothing."""
@@ -479,6 +499,17 @@ def test_a_teacher_that_is_not_patched_is_named(hold, prove, tmp_path):
     ):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("hold", fast_only(TEACHERS, "in a list"))
+def test_a_teacher_that_the_user_has_patched_trains(hold, tmp_path):
+    def hold_patched(folder, model, teacher):
+        return TEACHERS[hold](folder, model, hfp.patch_model(teacher, padded=True))
+
+    trainer = frozen_copy(tmp_path, hold_patched, ("position_ids",))
+    hfp.attach(trainer, BUDGET)
+    assert len(logged(trainer)) == 2
+    assert trainer.attached.first_batch_proof.proofs["step: proven on the first training batch"].same
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tiny_models import build
 from torch.nn.functional import kl_div
 from trainers import documents, documents_in, tokenizer, trainer_of
 from training_by_hand import gradients_of, largest_difference
-from transformers import CLIPVisionConfig, CLIPVisionModel, Trainer, TrainerCallback
+from transformers import CLIPVisionConfig, CLIPVisionModel, Trainer
 from whole_rows import answers, arguments, dpo, grpo, moved, pairs, policy, step, texts
 from whole_rows import trainer_of as rows_trainer_of
 
@@ -219,22 +219,16 @@ def test_a_teacher_that_gets_no_borders_is_refused(tmp_path):
 def test_all_models_of_a_trainer_are_found(tmp_path):
     student, teacher = models()
     trainer = distilling(tmp_path, student, teacher)
-    trainer.teachers = [teacher, build("GPT2", n_layer=1), "a name"]
-    trainer.by_task = {"chat": build("GPT2", n_layer=1)}
+    trainer.judge = build("GPT2", n_layer=1)
+    trainer.teachers, trainer.by_task = [build("GPT2", n_layer=1)], {"chat": build("GPT2", n_layer=1)}
     trainer.part, trainer.whole = student.model, torch.nn.ModuleList([student])
     trainer.loss_fn, trainer.projection = torch.nn.CrossEntropyLoss(), torch.nn.Linear(64, 64)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     trainer.tower = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=16))
-
-    class Averaging(TrainerCallback):
-        def __init__(self, average):
-            self.average = average
-
-    trainer.add_callback(Averaging(copy.deepcopy(student)))
-    names = ["model", "the_teacher", "teachers[1]", "by_task['chat']", "Averaging.average"]
-    assert list(models_of(trainer)) == names
+    assert list(models_of(trainer)) == ["model", "the_teacher", "judge"]
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert all(is_patched(model) for model in models_of(trainer).values())
+    assert not is_patched(trainer.teachers[0])
 
 
 def test_a_model_that_is_not_of_transformers_is_refused_by_name(tmp_path):
