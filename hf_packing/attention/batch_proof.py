@@ -4,7 +4,7 @@ If the proof fails, other runs find the module in which the difference begins.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -65,7 +65,11 @@ class BatchCase(Case):
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
-        self.inputs = _inputs_of(runner, batch)
+        # a compiled model would be compiled once more for calls without labels
+        kept = _OF_OWN_LOSS if runner.is_compiled else set()
+        # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
+        taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
+        self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
         layout = read_layout(self.inputs, training=True)
         trees = layout.trees
         if layout.fillers:  # filled tokens are of no document
@@ -91,16 +95,6 @@ class BatchCase(Case):
             yield
 
 
-def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the model takes of a batch, on its device, without what only the loss needs."""
-    # a compiled model would be compiled once more for calls without labels
-    kept = _OF_OWN_LOSS if runner.is_compiled else set()
-    # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
-    taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
-    inputs: dict[str, Any] = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
-    return inputs
-
-
 class PartCase(BatchCase):
     """The part of a row on several ranks that this rank holds. Every piece of a document is a segment.
 
@@ -112,16 +106,10 @@ class PartCase(BatchCase):
     makes_same_calls = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
-        runner, pieces = Runner(model, without_ddp(model)), part.pieces
-        self.inputs = _inputs_of(runner, batch)
-        tokens = self.inputs["input_ids"].flatten()
-        self.places = torch.arange(len(tokens), device=runner.device)
-        segments = roots(pieces.length.tolist())
-        others = _other_tokens(tokens, runner.model)
-        Case.__init__(self, runner, training, segments, range(len(segments.lengths)), tokens, others)
+        super().__init__(model, batch, training)
         row = roots(part.layout.lengths.tolist())
         self.lengths, self.num_tokens = row.lengths, row.tokens
-        self.replacements = [np.flatnonzero(np.isin(pieces.document, _segments_to_replace(row))).tolist()]
+        self.replacements = [np.flatnonzero(np.isin(part.pieces.document, _segments_to_replace(row))).tolist()]
         self.wants_gradients, self.sample = False, []
 
 
@@ -222,82 +210,48 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
     return proof
 
 
-_Records = dict[str, tuple[list[Tensor], list[Tensor]]]
+_Record = dict[str, tuple[list[Tensor], list[Tensor]]]
 """By the name of a module, the sums of magnitudes of some tokens in each tensor of its input and of its output, float64
 [tokens]. Modules are in the order in which their first calls end."""
 
 
-_ROUNDING, _ROUNDING_IN_HALF = 1e-3, 1e-1
-"""Sums of magnitudes of a document in the batch and of the same document alone differ by more than this share."""
-
-
 def locate_leak(case: BatchCase) -> str:
-    """Return the class and name of the first module whose output for kept tokens changes when documents are replaced
-    or, if there is none, whose output for a document is another one when the document is alone; empty if there is none.
-    If its input differs, too, then the difference begins in the code of the module that contains it.
-
-    All ranks make the same calls.
-    """
-    (replaced,) = case.replacements
-    kept, own = torch.zeros(2, case.inputs["input_ids"].numel(), dtype=torch.bool, device=case.places.device)
-    kept[case.places] = ~case.has_tokens(case.may_notice(replaced))
+    """Return the class and name of the module in which a difference begins: the first one whose output for kept tokens
+    changes when documents are replaced, but not its input; empty if there is none. All ranks make the same calls."""
     with case.undisturbed(), case.runner.eagerly():
-        before, after = (_record(case.model, kept, partial(case.run, each)) for each in ((), replaced))
-        place = _first_difference(case.model, before, after, 0)
-        if not case.sample:
-            return place
-        document = case.sample[0]
-        own[case.places] = case.has_tokens(case.paths[document or 0])
-        inside = _record(case.model, own, case.run)
-        with case.runner.unpatched():
-            length = int(own.sum())
-            is_own = torch.arange(length + -length % case.multiple, device=own.device) < length
-            alone = _record(case.model, is_own, partial(case.run_alone, document))
-    rounding = _ROUNDING if case.runner.dtype in (torch.float32, torch.float64) else _ROUNDING_IN_HALF
-    return place or _first_difference(case.model, inside, alone, rounding)
+        before, after = (_record(case, replaced) for replaced in ([], case.replacements[0]))
+    for name in [each for each in before if each in after]:
+        has_same_input, has_same_output = (
+            all(map(torch.equal, *both)) for both in zip(before[name], after[name], strict=True)
+        )
+        if has_same_input and not has_same_output:
+            return f"{type(case.model.get_submodule(name)).__name__} ({name or 'the model itself'})"
+    return ""
 
 
-def _record(model: nn.Module, places: Tensor, run: Callable[[], Any]) -> _Records:
-    """Run a model, and return what is known of some places, bool [tokens], in the calls of modules on so many tokens.
-    Several packed rows count as one long row."""
-    records: _Records = {}
-    tokens = len(places)
+def _record(case: BatchCase, replaced: list[int]) -> _Record:
+    """Run a case with replaced segments, and return what is known of the kept tokens in the calls of modules on so many
+    tokens as the batch has. Several packed rows count as one long row."""
+    tokens = case.inputs["input_ids"].numel()
+    kept = torch.zeros(tokens, dtype=torch.bool, device=case.places.device)
+    kept[case.places] = ~case.has_tokens(case.may_notice(case.replacements[0]))
 
     def sums(value: Any) -> list[Tensor]:
         return [
-            each.detach().reshape(tokens, -1)[places].abs().sum(1, dtype=torch.float64)
+            each.detach().reshape(tokens, -1)[kept].abs().sum(1, dtype=torch.float64)
             for each in tensors_in(value)
             if each.dtype != torch.bool and each.ndim > 1 and tokens in (len(each), each.shape[:2].numel())
         ]
 
-    names = {module: name for name, module in model.named_modules()}
+    found: _Record = {}
 
-    def record(module: nn.Module, *given: Any) -> None:
+    def record(name: str, _: nn.Module, *given: Any) -> None:
         *inputs, output = given
-        if found := sums(output):
-            records.setdefault(names[module], (sums(inputs), found))
+        if known := sums(output):
+            found.setdefault(name, (sums(inputs), known))
 
     with ExitStack() as stack:
-        for module in names:
-            stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
-        run()
-    return records
-
-
-def _first_difference(model: nn.Module, found: _Records, right: _Records, allowed: float) -> str:
-    """Return the module in which records begin to differ by more than a share `allowed` of them."""
-
-    def differ(name: str, kind: int) -> bool:
-        return any(
-            not (one - other).abs().max() <= allowed * other.mean()
-            for one, other in zip(found[name][kind], right[name][kind], strict=False)
-        )
-
-    for name in [each for each in found if each in right]:
-        if differ(name, 1):
-            if differ(name, 0):
-                name = name.rpartition(".")[0]
-                while name and isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
-                    name = name.rpartition(".")[0]
-            return f"{type(model.get_submodule(name)).__name__} ({name or 'the model itself'})"
-    return ""
+        for name, module in case.model.named_modules():
+            stack.enter_context(module.register_forward_hook(partial(record, name), with_kwargs=True))
+        case.run(replaced)
+    return found

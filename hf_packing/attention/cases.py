@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import isfinite
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -174,13 +174,10 @@ class Case:
         """Return the token ids of the batch, with some segments replaced."""
         return torch.where(self.has_tokens(replaced), self.others, self.tokens)
 
-    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
-        [values, width]."""
+    def outputs(self, tokens: Tensor) -> list[Tensor]:
+        """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
         ids = self.inputs["input_ids"]
-        inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
-        if embedded:
-            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+        inputs = {**self.inputs, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
         return self.ask(inputs, self.places, self.trees.lengths)
 
     def outputs_alone(self, tokens: Tensor, length: int) -> Tensor:
@@ -274,19 +271,18 @@ class Case:
         return Alone({document: run for document, run in runs.items() if document is not None}, attention)
 
     def measure_noise(self, alone: Alone) -> None:
-        """Run the longest document that has run alone twice, the second time with rounding errors in its embeddings."""
+        """Run the longest document that has run alone once more, with rounding errors in its embeddings."""
         longest = max(alone.runs, key=self.lengths.__getitem__, default=None)
         with self.runner.unpatched(alone.attention), torch.set_grad_enabled(self.wants_gradients):
-            exact, noisy = (self.run_alone(longest, noisy=each).outputs[0] for each in (False, True))
-        noise = float(apart(noisy, exact).max())
-        alone.noise = noise if alone.runs and isfinite(noise) else 0.0
+            noisy = self.run_alone(longest, noisy=True).outputs[0]
+        noise = 0.0 if longest is None else float(apart(noisy, alone.runs[longest].outputs[0]).max())
+        alone.noise = noise if isfinite(noise) else 0.0
 
     def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""
+        tokens = self.has_tokens(self.paths[document or 0]).nonzero()[:, 0]
         if document is None:
-            tokens = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
-        else:
-            tokens = self.has_tokens(self.paths[document]).nonzero()[:, 0]
+            tokens = tokens[:_DUMMY_TOKENS]
         length = len(tokens)
         tokens = torch.cat([tokens, tokens[:1].expand(-length % self.multiple)])
         with self._leaves(tokens, noisy) as embedded:

@@ -100,7 +100,7 @@ def check_isolation(
 
     With `batch`, the check runs on the documents of this batch, at their lengths, in both modes. Every second document
     is replaced at once, and some documents are also compared with the same documents run alone, for a patched model
-    without the patch. If documents affect each other, the reason names the module in which a difference begins. If the
+    without the patch. If replaced documents change others, the reason names the module in which this begins. If the
     model is sharded, all ranks have to call `check_isolation` at the same time.
 
     With `trees`, the documents share prefixes, and a patched model runs them as a row of trees, in which each shared

@@ -16,10 +16,10 @@ from hf_packing.attention.kernels import HALF_PRECISION
 from hf_packing.attention.model import Signature, embedding_of, inner_model, input_device, is_compiled
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS
 from hf_packing.attention.snapshot import (
-    ModuleSnapshot,
     WeightSnapshot,
     attention_of,
     in_mode,
+    restored,
     restored_random_state,
     seed_all,
     use_attention,
@@ -106,7 +106,6 @@ class Runner:
         self._dtypes = half or ({torch.bfloat16} if getattr(self.model, "is_quantized", False) else set())
         """The dtypes of weights in half precision, and those of embedded tokens in earlier runs."""
         self._outermost = model
-        self._modules = ModuleSnapshot(*self.model.modules())
         self._is_in_series = False
 
     @property
@@ -150,14 +149,9 @@ class Runner:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Context manager: undo the changes of modules after the block, and those of weights before the next one."""
-        if not self._modules.is_current:
-            self._modules = ModuleSnapshot(*self.model.modules())
-        modules = self._modules  # a block inside this one may need another snapshot
         self._weights.restore()
-        try:
+        with restored(*self.model.modules()):
             yield
-        finally:
-            modules.restore()
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward, restore the model, and return the output. Arguments that it does not take are left out."""

@@ -63,22 +63,10 @@ class ModuleSnapshot:
 
     def __init__(self, *modules: nn.Module) -> None:
         owners = [vars(module) for module in modules]
-        self._dictionaries = [each for own in owners for each in (own, *(own[name] for name in _CHANGED_IN_PLACE))]
-        self._before = list(map(dict, self._dictionaries))
-        self._values = self._values_now()
+        dictionaries = [each for own in owners for each in (own, *(own[name] for name in _CHANGED_IN_PLACE))]
+        self._dictionaries = [(each, dict(each)) for each in dictionaries]
         own = [(name, own[name]) for own in owners for name in own.keys() - OF_EVERY_MODULE]
         self._collections = [(name, each, _items(each)) for name, each in own if isinstance(each, _COLLECTIONS)]
-
-    def _values_now(self) -> list[Any]:
-        """Return all values of the dictionaries as a flat list, which is fast to compare."""
-        return [*chain.from_iterable(map(dict.values, self._dictionaries))]
-
-    @property
-    def is_current(self) -> bool:
-        """True if the modules are now in the state of this snapshot."""
-        return _have_same_items(self._values_now(), self._values) and all(
-            _have_same_items(each, before) for _, each, before in self._collections
-        )
 
     def restore(self) -> dict[str, Any]:
         """Undo all changes that were made to the modules since the snapshot.
@@ -90,7 +78,9 @@ class ModuleSnapshot:
             The names and the new values of the changed attributes and items.
         """
         changed: dict[str, Any] = {}
-        for current, before in () if self.is_current else zip(self._dictionaries, self._before, strict=True):
+        for current, before in self._dictionaries:
+            if _have_same_items(current, before):
+                continue
             for name in {**current, **before}.keys() - set(_NOT_RESTORED):
                 if name not in current or name not in before or current[name] is not before[name]:
                     changed[name] = current.get(name)

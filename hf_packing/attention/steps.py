@@ -107,8 +107,11 @@ class StepRunner:
                 stack.enter_context(in_mode(self.model, training))
             if isinstance(self.model, DistributedDataParallel):
                 stack.enter_context(self.model.no_sync())
-            if has_local_weights(self.model):  # optimizers step in such hooks
-                stack.enter_context(_without_hooks(self.parameters.values()))
+            for parameter in self.parameters.values() if has_local_weights(self.model) else ():
+                for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                    if hooks:  # optimizers step in such hooks
+                        stack.callback(hooks.update, dict(hooks))
+                        hooks.clear()
             for parameter, gradient in kept:
                 parameter.grad = None
                 stack.callback(setattr, parameter, "grad", gradient)
@@ -181,21 +184,6 @@ class StepRunner:
             yield
 
 
-@contextmanager
-def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager: within the block, no hooks of parameters run."""
-    of_each = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
-    hooks = [each for both in of_each for each in both if each]
-    kept = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, before in zip(hooks, kept, strict=True):
-            each.update(before)
-
-
 def _local(gradient: Tensor) -> Tensor:
     """Return the part of a gradient that is on this rank, as a plain tensor."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -248,12 +236,12 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
         dtype: the dtype that the model computes in.
         noisy: the right step with rounding errors; None if it was not measured.
     """
-    limits = _ALLOWED.get(dtype, _IN_HALF)
+    limits, noisy = _ALLOWED.get(dtype, _IN_HALF), noisy or right
     names = dict.fromkeys((*right.gradients, *step.gradients))
     sizes = {name: _size(right.gradients.get(name)) for name in names}
     floor = limits.largest * max(sizes.values(), default=0.0)
     loss = abs(step.loss - right.loss)
-    noise = limits.rounding * abs(noisy.loss - right.loss) if noisy else 0.0
+    noise = limits.rounding * abs(noisy.loss - right.loss)
     found = StepDifference(
         loss / max(abs(right.loss), torch.finfo(torch.float32).tiny),
         not (loss <= limits.loss * abs(right.loss) + noise or (math.isnan(step.loss) and math.isnan(right.loss))),
@@ -261,7 +249,7 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
     for name, size in sizes.items():
         gradients = step.gradients.get(name), right.gradients.get(name)
         apart = _distance(*gradients)
-        noise = limits.rounding * _distance(noisy.gradients.get(name), right.gradients.get(name)) if noisy else 0.0
+        noise = limits.rounding * _distance(noisy.gradients.get(name), right.gradients.get(name))
         found.largest = max(found.largest, apart / max(size, floor / limits.own, torch.finfo(torch.float32).tiny))
         if not apart <= limits.own * size + floor + noise:
             found.differ.append(name)
@@ -272,7 +260,7 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
 
 def _size(gradient: Tensor | None) -> float:
     """Return the norm of a gradient; 0 for none."""
-    if gradient is None or not gradient.numel():
+    if gradient is None:
         return 0.0
     return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
 

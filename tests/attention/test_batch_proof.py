@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from leaky_models import LEAKS, Behind, NormOfTokens, leaky
+from leaky_models import LEAKS, NOT_NAMED, Behind, NormOfTokens, leaky
 from model_inputs import documents
 from model_state import state_of
 from patched_models import patched, patched_tiny
@@ -26,13 +26,14 @@ def batch_with(lengths=LENGTHS, seed=0):
     return batch_of(documents(seed, lengths))
 
 
-@pytest.mark.parametrize("regime", fast_only(sorted(LEAKS), "gradients", "segments"))
+@pytest.mark.parametrize("regime", fast_only(sorted(LEAKS), "distance", "gradients", "segments"))
 def test_a_leak_is_found_and_named(regime):
     model, module = leaky(regime)
     hfp.patch_model(model)  # three short documents do not show it
     with torch.autocast("cpu", torch.bfloat16, enabled=regime == "autocast"):
         proof = prove_on_batch(model, batch_with())
-    assert ("gradients" if regime == "gradients" else f"the difference begins in {module}") in proof.problem
+    assert NOT_NAMED.get(regime, f"the difference begins in {module}") in proof.problem
+    assert ("begins in" in proof.problem) == (regime not in NOT_NAMED)
     assert str(proof).startswith("not isolated on 8 documents of up to 210 tokens, 850 in all, in training mode and ")
 
 

@@ -130,6 +130,9 @@ LEAKS = {
 }
 """By regime: where the module is in a Llama, and its class."""
 
+NOT_NAMED = {"gradients": "gradients of one document reach", "segments": "logits differ by"}
+"""Replacing documents changes no outputs of others in these regimes, so no module is named; by regime, the problem."""
+
 
 def leaky(regime):
     """A Llama of two layers that leaks in one regime, and the class and the name of the module that leaks."""

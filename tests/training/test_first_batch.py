@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from aligned_layers import with_aligned_layers
-from leaky_models import LEAKS, leaky
+from leaky_models import LEAKS, NOT_NAMED, leaky
 from model_inputs import documents as random_documents
 from patched_models import patched
 from peft import LoraConfig, get_peft_model
@@ -50,7 +50,7 @@ def test_attach_refuses_a_leak_before_the_first_step(tmp_path, regime):
     assert str(summary).endswith(UNPROVEN)
     with pytest.raises(hfp.ModelNotSupportedError, match="the first batch shows that packed documents") as found:
         trainer.train()
-    assert (f"the difference begins in {module}. Short documents" in str(found.value)) == (regime != "gradients")
+    assert (f"the difference begins in {module}. Short documents" in str(found.value)) == (regime not in NOT_NAMED)
     assert trainer.state.global_step == 0
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
