@@ -9,13 +9,10 @@ import pyarrow.compute as pc
 
 from hf_packing.columns import (
     BUCKET,
-    ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
-    PARENTS,
     POSITION_IDS,
-    SEGMENT_LENGTHS,
     SEQ_LENGTHS,
     TRAINED,
     TREE_COLUMNS,
@@ -23,13 +20,14 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of, sums_by
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.token_columns import TokenColumn, is_token_type, row_numbers
-from hf_packing.trees.segments import TreePaths, segments_of
+from hf_packing.trees.rows import segment_columns
+from hf_packing.trees.segments import TreePaths
 
 
 def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
@@ -94,21 +92,14 @@ def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
     are_trees = TREE_INPUT_IDS in names
     if missing := [name for name in (TREE_COLUMNS if are_trees else (INPUT_IDS, SEQ_LENGTHS)) if name not in names]:
         raise PackingError(f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(names)}")
-    length, sizes = plan.segment_length.astype(np.int64), np.diff(plan.pack_offsets)
+    length = plan.segment_length.astype(np.int64)
     shared = plan.segment_shared if are_trees else None
     paths = TreePaths(length, np.zeros_like(length) if shared is None else shared)
-    expected = {SEQ_LENGTHS: (length, sizes)}
+    expected = {SEQ_LENGTHS: list_array(plan.segment_length, np.diff(plan.pack_offsets))}
     if are_trees:
-        segments = segments_of(paths, plan.pack_offsets)
-        expected = {
-            SEGMENT_LENGTHS: (segments.lengths, segments.per_row),
-            PARENTS: (segments.parents, segments.per_row),
-            ENDS: (segments.ends, sizes),
-        }
-    for name, (values, per_row) in expected.items():
-        column = rows.column(name)
-        same = np.array_equal(pc.list_value_length(column).to_numpy(), per_row)
-        if not same or not np.array_equal(pc.list_flatten(column).to_numpy(), values):
+        expected = segment_columns(paths, plan.pack_offsets)
+    for name, array in expected.items():
+        if not rows.column(name).cast(array.type).equals(pa.chunked_array([array])):
             raise PackingError(
                 "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
                 f"{name} in the rows"
@@ -117,11 +108,9 @@ def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
     length = length[order]
     ranges = paths.find(order, np.zeros_like(length), length).in_order()
     pack = plan.pack_of_segment()[order[ranges.part]]
-    begin_of_pack = offsets_of(paths.own)[plan.pack_offsets]
-    where = Pieces(pack, ranges.begin - begin_of_pack[pack], ranges.length)
+    where = Pieces(pack, ranges.begin - paths.begin[plan.pack_offsets[pack]], ranges.length)
     begin = offsets_of(length)[:-1]
-    document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
-    np.add.at(document_tokens, plan.segment_document, plan.segment_length)
+    document_tokens = sums_by(plan.segment_document, plan.segment_length, plan.num_documents)
     arrays = {}
     for stored in names:
         kind = rows.schema.field(stored).type
@@ -153,7 +142,7 @@ def _are_trained(trained: pa.ChunkedArray, plan: PackingPlan, order: IntArray, b
         begin: int64 [segments]: where each segment begins in this order.
     """
     runs = pc.list_flatten(trained).to_numpy().reshape(-1, 3).astype(np.int64)
-    row = np.repeat(np.arange(len(trained)), pc.list_value_length(trained).to_numpy() // 3)
+    row = pc.list_parent_indices(trained).to_numpy()[::3]
     begins = np.empty_like(begin)
     begins[order] = begin
     start = begins[plan.pack_offsets[row] + runs[:, 0]] + runs[:, 1]

@@ -90,7 +90,6 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows
         labels[begin] = IGNORED_LABEL
         runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
-    segments = segments_of(paths, offsets)
     row_tokens = sums_of(paths.own, offsets)
     row_runs = np.diff(np.searchsorted(runs.document, offsets))
     in_row = runs.document - np.repeat(offsets[:-1], row_runs)
@@ -99,12 +98,20 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows
         TREE_INPUT_IDS: list_array(input_ids, row_tokens, columns[INPUT_IDS].large),
         TREE_LABELS: list_array(tree_labels, row_tokens, columns.get(LABELS, columns[INPUT_IDS]).large),
         **{name: list_array(of_tokens, row_tokens, columns[name].large) for name, of_tokens in values.items()},
-        SEGMENT_LENGTHS: list_array(segments.lengths.astype(np.int32), segments.per_row),
-        PARENTS: list_array(segments.parents.astype(np.int32), segments.per_row),
-        ENDS: list_array(segments.ends.astype(np.int32), sizes),
+        **segment_columns(paths, offsets),
         TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * row_runs),
     }
     return Rows(pa.table(arrays), first_labels, int(runs.length.sum()))
+
+
+def segment_columns(paths: TreePaths, row_documents: IntArray) -> dict[str, pa.Array]:
+    """Return the columns that say which documents of a row share which tokens, given what `segments_of` needs."""
+    segments = segments_of(paths, row_documents)
+    return {
+        SEGMENT_LENGTHS: list_array(segments.lengths.astype(np.int32), segments.per_row),
+        PARENTS: list_array(segments.parents.astype(np.int32), segments.per_row),
+        ENDS: list_array(segments.ends.astype(np.int32), np.diff(row_documents)),
+    }
 
 
 def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> Pieces:
