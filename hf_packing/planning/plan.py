@@ -150,12 +150,9 @@ class PackingPlan:
     @cached_property
     def _metrics(self) -> PackingMetrics:
         documents, document, length = self.num_documents, self.segment_document, self.segment_length
-        capacity, shared = self.pack_capacity, self.segment_shared
-        squared, sizes = sum_of_squares(length), length
-        if shared is not None and len(capacity):
-            squared -= sum_of_squares(shared)
-            sizes = np.add.reduceat(length - shared, np.flatnonzero(shared == 0))
-        bound = pack_lower_bound(np.bincount(sizes), int(capacity.max())) if len(capacity) else 0
+        capacity, own = self.pack_capacity, self.segment_own()
+        shared, sizes = length - own, sums_of(own, self.tree_offsets())
+        bound = pack_lower_bound(np.bincount(sizes), int(capacity.max(initial=1)))
         return make_metrics(
             documents=np.ones(documents, dtype=np.int64),
             document_length=self.document_length,
@@ -163,10 +160,10 @@ class PackingPlan:
             tokens_kept=np.bincount(document, length, minlength=documents).astype(np.int64),
             packs=self.num_packs,
             slots=int(capacity.sum(dtype=np.int64)),
-            squared_segments=squared,
+            squared_segments=sum_of_squares(length) - sum_of_squares(shared),
             squared_capacities=sum_of_squares(capacity),
             lower_bound=max(bound, self.proven_lower_bound),
-            shared_tokens=0 if shared is None else int(shared.sum(dtype=np.int64)),
+            shared_tokens=int(shared.sum(dtype=np.int64)),
         )
 
     def metrics(self) -> PackingMetrics:
@@ -337,24 +334,19 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
     _check_values("segment_document", document, 0, len(documents) - 1)
     _check_values("segment_length", length, 1, INT32_MAX)
     _check_values("pack_capacity", capacity, 1, INT32_MAX)
-    if not len(document):
-        return
     own = length
     if shared is not None:
         most = np.minimum(length, np.append(0, length[:-1]))
         most[offsets[:-1]] = 0
         _check_values("segment_shared", shared, 0, most)
         own = length - shared
-    fill = np.add.reduceat(own, offsets[:-1], dtype=np.int64)
-    _check_values("segment_length", fill, 0, capacity, "as the sum in pack")
-    least: IntArray | int = 0
-    several = np.bincount(document) > 1
-    if several.any():  # a segment begins where the one before it in its document ends, or later
-        ordered = np.flatnonzero(several[document])
-        ordered = ordered[np.lexsort((start[ordered], document[ordered]))]
-        left, right = ordered[:-1], ordered[1:]
-        least = np.zeros(len(document), dtype=np.int64)
-        least[right] = (document[left] == document[right]) * (start[left].astype(np.int64) + length[left])
+    _check_values("segment_length", sums_of(own, offsets), 0, capacity, "as the sum in pack")
+    # a segment begins where the one before it in its document ends, or later
+    ordered = np.flatnonzero((np.bincount(document) > 1)[document])
+    ordered = ordered[np.lexsort((start[ordered], document[ordered]))]
+    left, right = ordered[:-1], ordered[1:]
+    least = np.zeros(len(document), dtype=np.int64)
+    least[right] = (document[left] == document[right]) * (start[left].astype(np.int64) + length[left])
     _check_values("segment_start", start, least, documents[document] - length)
 
 

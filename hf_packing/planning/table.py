@@ -171,7 +171,7 @@ class PatternTable:
         """Return the metrics of the plan. The PackingPlan that `plan` returns has the same metrics."""
         cuts, patterns = self.cuts, self.patterns
         counts = cuts.counts()
-        largest = int(patterns.capacity.max(initial=0))
+        bound = pack_lower_bound(counts, int(patterns.capacity.max(initial=1)))
         return make_metrics(
             documents=cuts.documents,
             document_length=cuts.document_length,
@@ -181,7 +181,7 @@ class PatternTable:
             slots=sum(map(operator.mul, patterns.packs.tolist(), patterns.capacity.tolist())),
             squared_segments=float(counts @ np.arange(len(counts), dtype=np.float64) ** 2),
             squared_capacities=float(patterns.packs @ patterns.capacity.astype(np.float64) ** 2),
-            lower_bound=max(pack_lower_bound(counts, largest) if largest else 0, self.proven_lower_bound),
+            lower_bound=max(bound, self.proven_lower_bound),
         )
 
     def __repr__(self) -> str:
