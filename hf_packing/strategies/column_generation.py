@@ -313,13 +313,9 @@ def _pass_down(left: IntArray) -> IntArray:
     `left` and the result are int64 [slots], from the shortest slot to the longest. A positive number in `left` is a
     number of needed slots, and a negative number is a number of spare slots.
     """
-    wanted, spare = left.tolist(), 0
-    for slot in range(len(wanted) - 1, -1, -1):
-        spare -= min(wanted[slot], 0)
-        served = min(spare, max(wanted[slot], 0))
-        wanted[slot] = max(wanted[slot], 0) - served
-        spare -= served
-    return np.array(wanted, dtype=np.int64)
+    # from the longest slot down to any other, as many are needed as the largest sum of `left` on the way
+    needed = np.maximum.accumulate(np.cumsum(left[::-1]).clip(0))
+    return np.diff(needed, prepend=0)[::-1]
 
 
 FloatArray = npt.NDArray[np.float64]
