@@ -178,8 +178,6 @@ class Solution:
     """
     note: str = ""
     """A remark on how the packs were found; empty if there is nothing to report."""
-    gave_up: bool = False
-    """True if the search hit a limit and returned the packs of a simpler strategy."""
 
 
 @dataclass(frozen=True)

@@ -74,64 +74,50 @@ class Optimal(OneCapacity):
         set_fields(self, time_limit=seconds)
 
     def solve(self, counts: IntArray) -> Solution:
-        found = _optimal_packs(counts, self.max_length, self.max_documents, self.time_limit)
-        if found.gave_up:
-            warnings.warn(f"{self!r} used the packs of a simpler strategy: {found.note}", stacklevel=2)
+        began = time.monotonic()
+        load_scipy_optimize("Optimal")
+        capacity, max_documents = self.max_length, self.max_documents
+        best_fit = best_fit_patterns(counts, capacity, max_documents)
+        bound = pack_lower_bound(counts, capacity)
+        if max_documents is not None:
+            bound = max(bound, -(-int(counts.sum()) // max_documents))
+        if best_fit.num_packs <= bound:
+            return Solution(best_fit, bound, "best fit, since no plan can have fewer packs")
+        slots, problem = slots_wanted(counts, capacity, max_documents)
+        how = f"column generation on {len(slots)} lengths"
+        if problem.grouped:
+            how += f", to which {np.count_nonzero(counts)} were rounded up"
+        least_of_slots = np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING)
+        if least_of_slots >= best_fit.num_packs:
+            return Solution(best_fit, bound, f"best fit, since fewer packs are impossible with {how}")
+        layers = (problem.max_documents or 0) * problem.capacity  # of a knapsack problem with a limit on documents
+        if layers > _TOO_LARGE or layers * len(slots) > _TOO_MUCH:
+            note = f"best fit, since max_documents={max_documents} needs too much time or memory for {how}"
+            return self._warn(Solution(best_fit, bound, note))
+        grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
+        grouped_counts[slots] = problem.demand.astype(np.int64)
+        start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)
+        relaxation, duals = generate_columns(problem, start, began + _SHARE_FOR_FRACTIONS * self.time_limit)
+        bound = max(bound, _proven_bound(counts, slots, problem, duals))
+        if relaxation is None:
+            note = f"best fit, since the time limit of {self.time_limit:g} s was too short for {how}"
+            return self._warn(Solution(best_fit, bound, note))
+
+        def make_packs(packs: IntArray) -> Patterns:
+            return fill_columns(packs, relaxation.columns, slots, counts, capacity, max_documents)
+
+        found, to_its_end = dive(relaxation, problem.demand, make_packs, bound, began + self.time_limit)
+        how += f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
+        if not (relaxation.finished and to_its_end):
+            how += f", stopped by the time limit of {self.time_limit:g} s"
+        if found.num_packs >= best_fit.num_packs:
+            return Solution(best_fit, bound, f"best fit, since no fewer packs were found with {how}")
+        return Solution(found, bound, how)
+
+    def _warn(self, found: Solution) -> Solution:
+        """Warn that the search hit a limit, and return the packs of the simpler strategy that were found instead."""
+        warnings.warn(f"{self!r} used the packs of a simpler strategy: {found.note}", stacklevel=3)
         return found
-
-
-def _optimal_packs(counts: IntArray, capacity: int, max_documents: int | None, time_limit: float) -> Solution:
-    """Return the fewest packs that are found within a time limit, but never more packs than best fit needs.
-
-    Args:
-        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
-        capacity: capacity of each pack, in tokens.
-        max_documents: maximum number of segments in a pack; None for no limit.
-        time_limit: maximum time for planning, in seconds.
-
-    Raises:
-        MissingDependencyError: scipy is not installed.
-    """
-    began = time.monotonic()
-    load_scipy_optimize("Optimal")
-    deadline = began + time_limit
-    best_fit = best_fit_patterns(counts, capacity, max_documents)
-    bound = pack_lower_bound(counts, capacity)
-    if max_documents is not None:
-        bound = max(bound, -(-int(counts.sum()) // max_documents))
-    if best_fit.num_packs <= bound:
-        return Solution(best_fit, bound, "best fit, since no plan can have fewer packs")
-    slots, problem = slots_wanted(counts, capacity, max_documents)
-    how = f"column generation on {len(slots)} lengths"
-    if problem.grouped:
-        how += f", to which {np.count_nonzero(counts)} were rounded up"
-    least_of_slots = np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING)
-    if least_of_slots >= best_fit.num_packs:
-        return Solution(best_fit, bound, f"best fit, since fewer packs are impossible with {how}")
-    layers = (problem.max_documents or 0) * problem.capacity  # of a knapsack problem with a limit on documents
-    if layers > _TOO_LARGE or layers * len(slots) > _TOO_MUCH:
-        note = f"best fit, since max_documents={max_documents} needs too much time or memory for {how}"
-        return Solution(best_fit, bound, note, gave_up=True)
-    grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
-    grouped_counts[slots] = problem.demand.astype(np.int64)
-    start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)
-    until = began + _SHARE_FOR_FRACTIONS * time_limit
-    relaxation, duals = generate_columns(problem, start, until)
-    bound = max(bound, _proven_bound(counts, slots, problem, duals))
-    if relaxation is None:
-        note = f"best fit, since the time limit of {time_limit:g} s was too short for {how}"
-        return Solution(best_fit, bound, note, gave_up=True)
-
-    def make_packs(packs: IntArray) -> Patterns:
-        return fill_columns(packs, relaxation.columns, slots, counts, capacity, max_documents)
-
-    found, to_its_end = dive(relaxation, problem.demand, make_packs, bound, deadline)
-    how += f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
-    if not (relaxation.finished and to_its_end):
-        how += f", stopped by the time limit of {time_limit:g} s"
-    if found.num_packs >= best_fit.num_packs:
-        return Solution(best_fit, bound, f"best fit, since no fewer packs were found with {how}")
-    return Solution(found, bound, how)
 
 
 def _proven_bound(counts: IntArray, slots: IntArray, problem: Problem, duals: Duals) -> int:
