@@ -145,7 +145,7 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
         refuse_alignment(batching, "for rows of trees")
     batching.check_holds("max_tokens", capacity, "the capacity of the packed rows")
     rows = batching.most_tokens // capacity
-    most, in_a_row = batching.max_documents, getattr(strategy, "max_documents", None)
+    most, in_a_row = batching.max_documents, strategy.max_documents
     if most is not None and (in_a_row is None or in_a_row * rows > most):
         raise PackingError(
             f"max_documents: expected None, or rows that were packed with at most {most // rows} documents each, got "
