@@ -12,6 +12,8 @@ First-fit decreasing fills one pack after the other, and always adds the longest
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
@@ -138,10 +140,9 @@ class Remaining:
 
     def __init__(self, number: Mapping[int, int]) -> None:
         self.number = dict(number)
-        bits = bytearray(max(self.number, default=0) // 8 + 1)
-        for length in self.number:
-            bits[length >> 3] |= 1 << (length & 7)
-        self.lengths = int.from_bytes(bits, "little")
+        remains = np.zeros(max(self.number, default=0) + 1, dtype=bool)
+        remains[list(self.number)] = True
+        self.lengths = int.from_bytes(np.packbits(remains, bitorder="little").tobytes(), "little")
 
     def longest(self, room: int) -> int:
         """Return the length of the longest remaining document of at most `room` tokens, or -1 if there is none."""

@@ -70,7 +70,6 @@ class NonNegativeLeastSquares(OneCapacity):
 
     def solve(self, counts: IntArray) -> Solution:
         capacity, max_documents = self.max_length, self.max_documents
-        load_scipy_optimize("NonNegativeLeastSquares")
         ways = _full_packs(capacity, max_documents)
         demand = np.zeros(capacity + 1)
         demand[: len(counts)] = counts

@@ -248,8 +248,6 @@ class Multipack(Strategy):
         windows = np.searchsorted(pieces.document, np.arange(0, documents + self.window, self.window))
         order, sizes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for begin, end in zip(windows[:-1].tolist(), windows[1:].tolist(), strict=True):
-            if begin == end:  # all documents of the window are empty or dropped
-                continue
             window_order, window_sizes = _pack_window(pieces.length[begin:end], self.max_length)
             order.append(begin + window_order)
             sizes.append(window_sizes)
