@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray, offsets_of
-from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
+from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import load_scipy_optimize
 
 ROUNDING = 1e-6
@@ -429,26 +429,25 @@ def fill_columns(
     Returns:
         Patterns whose packs hold exactly the counted segments.
     """
-    used = np.flatnonzero(packs)
-    first = np.cumsum(packs[used]) - packs[used]
-    num_packs = int(packs[used].sum())
+    first = offsets_of(packs)
+    made = OpenPacks(capacity, max_documents)
+    made.num_packs = int(first[-1])
     left = counts.copy()
-    runs: list[Run] = []
 
-    def give(intervals: list[tuple[int, int, int]], lengths: IntArray) -> None:
-        """Put documents into free slots, the longest first. Intervals are (first pack, packs, free slots in each)."""
+    def give(intervals: list[list[int]], lengths: IntArray) -> None:
+        """Put documents into free slots, the longest first. Intervals are [first pack, packs, free slots in each]."""
         for length in lengths[::-1].tolist():
             documents = int(left[length])
             while documents and intervals:
                 pack, number, copies = intervals.pop()
                 put = min(copies, documents)
                 filled = min(number, documents // put)
-                runs.append((length, pack, filled, put))
+                made.runs.append((length, pack, filled, put))
                 documents -= filled * put
                 if filled < number:
-                    intervals.append((pack + filled, number - filled, copies))
+                    intervals.append([pack + filled, number - filled, copies])
                 if put < copies:  # one pack has more free slots than there are documents
-                    intervals.append((pack, filled, copies - put))
+                    intervals.append([pack, filled, copies - put])
             left[length] = documents
             if not intervals:
                 break
@@ -457,22 +456,19 @@ def fill_columns(
     lengths = np.flatnonzero(counts)
     slot_of_length = np.searchsorted(slots, lengths)
     for number in range(len(slots)):
-        having = np.flatnonzero(columns[number, used])
-        of_columns = (first[having], packs[used[having]], columns[number, used[having]])
-        free.append(list(zip(*(array.tolist() for array in of_columns), strict=True)))
+        having = np.flatnonzero(packs * columns[number])
+        free.append(np.column_stack([first[having], packs[having], columns[number, having]]).tolist())
         give(free[number], lengths[slot_of_length == number])
     for number in range(len(slots) - 1, -1, -1):
         if free[number]:
             give(free[number], np.flatnonzero(left[: slots[number] + 1]))
-    made = patterns_from_runs(runs, num_packs, capacity)
     # the rest goes best-fit into packs with free room, and into new packs
-    open_packs = OpenPacks(capacity, max_documents)
-    open_packs.runs, open_packs.num_packs = runs, num_packs
-    room = made.capacity - made.tokens_per_pack()
-    documents, first = made.segments_per_pack(), offsets_of(made.packs)
-    useful = (documents > 0) & (documents < open_packs.limit) & (room > 0)
-    intervals = np.column_stack([room, first[:-1], made.packs, documents])[useful]
+    patterns = made.patterns()
+    room = patterns.capacity - patterns.tokens_per_pack()
+    documents, first = patterns.segments_per_pack(), offsets_of(patterns.packs)
+    useful = (documents > 0) & (documents < made.limit) & (room > 0)
+    intervals = np.column_stack([room, first[:-1], patterns.packs, documents])[useful]
     for tokens, first_pack, number, segments in intervals.tolist():
-        open_packs.add(tokens, (first_pack, number, segments))
-    fill_best_fit(open_packs, left)
-    return open_packs.patterns().without_empty()
+        made.add(tokens, (first_pack, number, segments))
+    fill_best_fit(made, left)
+    return made.patterns().without_empty()
