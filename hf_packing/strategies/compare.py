@@ -115,18 +115,18 @@ def compare_plans(
     chosen = [check_strategy(strategy) for strategy in strategies]
     if not chosen:
         raise PackingError("strategies: expected at least one strategy, got none")
-    found, problems = [], []
+    found = []
     for strategy in tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None):
         began = time.perf_counter()
         plan = strategy.plan_lengths(lengths)
         seconds = time.perf_counter() - began
-        found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
-        problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
+        problem = plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()
+        found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan), problem))
     bounded = []
-    for (row, measured), problem in zip(found, problems, strict=True):
+    for row, measured, problem in found:
         valid = [
             other.metrics.lower_bound
-            for (other, _), same in zip(found, problems, strict=True)
+            for other, _, same in found
             if same == problem and (row.strategy.max_documents or np.inf) <= (other.strategy.max_documents or np.inf)
         ]
         bounded.append((replace(row, metrics=replace(row.metrics, lower_bound=max(valid))), measured))
