@@ -15,18 +15,13 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 from transformers.utils import logging
 
@@ -123,7 +118,7 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
 
 
 def _is_architecture(given: argparse.Namespace) -> bool:
-    return given.model in CONFIG_MAPPING_NAMES and not given.weights and not Path(given.model).exists()
+    return given.model in CONFIG_MAPPING and not given.weights and not Path(given.model).exists()
 
 
 def _head_of(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
@@ -136,11 +131,7 @@ def _head_of(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     named = config.architectures or [""]
     if hasattr(transformers, named[0]) and not (trust_remote_code and brought):
         return getattr(transformers, named[0])
-    for names, head in (
-        (MODEL_FOR_MASKED_LM_MAPPING_NAMES, AutoModelForMaskedLM),
-        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
-        (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
-    ):
-        if config.model_type in names or head.__name__ in brought:
+    for head in (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        if type(config) in head._model_mapping or head.__name__ in brought:
             return head
     return AutoModelForCausalLM
