@@ -49,13 +49,8 @@ NEWER_ARGUMENTS = {"align_tokens": "1", "max_length": "None"}
 
 
 class HidesNewerArguments:
-    """A base class of dataclasses, whose text shows newer arguments only if they are not the defaults, so that texts
-    stored without them still compare equal."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # a dataclass then makes none
-            cls.__repr__ = HidesNewerArguments.__repr__  # type: ignore[method-assign]
+    """A base class of dataclasses with repr=False, whose text shows newer arguments only if they are not the defaults,
+    so that texts stored without them still compare equal."""
 
     def __repr__(self) -> str:
         shown = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.repr}  # type: ignore[arg-type]

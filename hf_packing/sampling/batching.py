@@ -181,7 +181,7 @@ def cut_rows(sizes: RowSizes, max_length: int, overflow: Overflow) -> FittedRows
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Batching(HidesNewerArguments, ABC):
     """The base class of TokenBudget, BucketBatches and InOrder. A batching decides which rows share a micro-batch."""
 
