@@ -76,16 +76,9 @@ class TokenColumn:
         """
         return np.concatenate([self._values[0][:0], *self._slices(pieces)])
 
-    def gather_rows(self, rows: IntArray) -> npt.NDArray[Any]:
-        """Return the values of whole rows, concatenated, as `gather` does."""
-        return self.gather(self._whole(rows))
-
     def read(self, rows: IntArray) -> list[npt.NDArray[Any]]:
         """Return the values of some rows, as arrays that share the memory of the Arrow column."""
-        return self._slices(self._whole(rows))
-
-    def _whole(self, rows: IntArray) -> Pieces:
-        return Pieces(rows, np.zeros_like(rows), self.length[rows])
+        return self._slices(Pieces(rows, np.zeros_like(rows), self.length[rows]))
 
     def _slices(self, pieces: Pieces) -> list[npt.NDArray[Any]]:
         begin = self._begin[pieces.document] + pieces.start
@@ -298,7 +291,7 @@ def check_no_padding(mask: TokenColumn) -> None:
     """Raise PackingError if an attention_mask has a value other than 1."""
     for first, end in blocks_of_rows(mask.length, TOKENS_AT_ONCE):
         rows = np.arange(first, end)
-        values = mask.gather_rows(rows)
+        values = np.concatenate(mask.read(rows))
         for token in np.flatnonzero(values != 1)[:1]:
             row = np.repeat(rows, mask.length[rows])[token]
             raise PackingError(

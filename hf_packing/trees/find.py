@@ -74,13 +74,13 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundT
         The forest, with trees in the order of their first pieces, and the number of splits by column.
     """
     splits: dict[str, int] = {}
-    order, shared = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    alone = np.ones(len(pieces.length), dtype=bool)
+    order, shared = [], []
     for block in _blocks_of_candidates(columns, pieces, min_shared):
         by_content, common = _sort_pieces(columns, pieces, block, splits)
+        alone[by_content] = False
         order.append(by_content)
         shared.append(_move_up(common, min_shared))
-    alone = np.ones(len(pieces.length), dtype=bool)
-    alone[np.concatenate(order)] = False
     order.append(np.flatnonzero(alone))
     shared.append(np.zeros_like(order[-1]))
     places = np.concatenate(order)
@@ -236,7 +236,7 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
         if name not in (INPUT_IDS, LABELS, *LOSS_MASKS):
             found.append(_as_integers(column.gather(pieces)))
             names += [name] * found[-1].shape[1]
-    joined = (np.concatenate(found, axis=1) if len(found) > 1 else input_ids).tobytes()
+    joined = np.concatenate(found, axis=1).tobytes()
     borders = (offsets * 4 * len(names)).tolist()
     return [joined[begin:end] for begin, end in pairwise(borders)], tuple(names)
 
