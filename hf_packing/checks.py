@@ -5,7 +5,6 @@ accepted.
 """
 
 import re
-from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
@@ -42,21 +41,6 @@ def refuse_alignment(aligned: Any, why: str) -> None:
     """Raise PackingError if the `align_tokens` of an object is not 1."""
     if aligned.align_tokens != 1:
         raise PackingError(f"align_tokens: expected 1 {why}, got {aligned.align_tokens}")
-
-
-NEWER_ARGUMENTS = {"align_tokens": "1", "max_length": "None"}
-"""Arguments of batchings that stored texts of earlier versions lack, with the texts of their defaults."""
-
-
-class HidesNewerArguments:
-    """A base class of dataclasses with repr=False, whose text shows newer arguments only if they are not the defaults,
-    so that texts stored without them still compare equal."""
-
-    def __repr__(self) -> str:
-        shown = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.repr}  # type: ignore[arg-type]
-        newer = {name: shown.pop(name) for name in NEWER_ARGUMENTS if name in shown}
-        shown |= {name: text for name, text in newer.items() if text != NEWER_ARGUMENTS[name]}
-        return f"{type(self).__qualname__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
 
 
 def check_seed(seed: Any) -> int:

@@ -65,11 +65,7 @@ class BatchCase(Case):
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
-        # a compiled model would be compiled once more for calls without labels
-        kept = _OF_OWN_LOSS if runner.is_compiled else set()
-        # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
-        taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
-        self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
+        self.inputs = _inputs_of(runner, batch)
         layout = read_layout(self.inputs, training=True)
         trees = layout.trees
         if layout.fillers:  # filled tokens are of no document
@@ -95,6 +91,16 @@ class BatchCase(Case):
             yield
 
 
+def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the model takes of a batch, on its device, without what only the loss needs."""
+    # a compiled model would be compiled once more for calls without labels
+    kept = _OF_OWN_LOSS if runner.is_compiled else set()
+    # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
+    taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
+    inputs: dict[str, Any] = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
+    return inputs
+
+
 class PartCase(BatchCase):
     """The part of a row on several ranks that this rank holds. Every piece of a document is a segment.
 
@@ -106,10 +112,15 @@ class PartCase(BatchCase):
     makes_same_calls = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
-        super().__init__(model, batch, training)
-        row = roots(part.layout.lengths.tolist())
+        runner, pieces = Runner(model, without_ddp(model)), part.pieces
+        self.inputs = _inputs_of(runner, batch)
+        tokens = self.inputs["input_ids"].flatten()
+        self.places = torch.arange(len(tokens), device=runner.device)
+        segments, row = roots(pieces.length.tolist()), roots(part.layout.lengths.tolist())
+        others = _other_tokens(tokens, runner.model)
+        Case.__init__(self, runner, training, segments, range(len(segments.lengths)), tokens, others)
         self.lengths, self.num_tokens = row.lengths, row.tokens
-        self.replacements = [np.flatnonzero(np.isin(part.pieces.document, _segments_to_replace(row))).tolist()]
+        self.replacements = [np.flatnonzero(np.isin(pieces.document, _segments_to_replace(row))).tolist()]
         self.wants_gradients, self.sample = False, []
 
 

@@ -7,7 +7,7 @@ The modules, with the input and the output of each module:
     patterns.py        LengthCounts -> Cuts                cut documents into pieces, given only counts of lengths
     best_fit.py        counts of pieces -> Patterns        pack pieces by best-fit or first-fit decreasing
     table.py           Cuts and Patterns -> PatternTable   plan from counts alone; assign documents to packs
-    permutation.py     seed -> permutation                 compute random permutations, one element at a time
+    permutation.py     seed -> orders                      shuffle documents of equal length, packs and their documents
     plan.py            arrays -> PackingPlan               check, edit, describe, save and load a plan
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
     rank_layout.py     lengths -> RankLayout -> Exchange   put documents on several ranks; what these send each other

@@ -2,11 +2,10 @@
 
 An assignment consists of four random choices. If the seed is None, nothing is shuffled.
 
-1. Choose the way in which each document is cut, if a strategy (such as Bucket) cuts documents of one length in several
-   ways.
-2. Choose a piece of a document, of the same length, for each slot. A slot is the position of one segment in a pack.
-3. Choose the order of the segments in each pack.
-4. Choose the order of the packs.
+1. Shuffle documents of equal length. Some strategies (such as Bucket) cut documents of one length in several ways.
+2. If documents are cut, shuffle pieces of equal length.
+3. Choose the order of the packs.
+4. Shuffle the segments in each pack.
 """
 
 from __future__ import annotations
@@ -26,22 +25,19 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound
 from hf_packing.planning.patterns import Cuts, Patterns
-from hf_packing.planning.permutation import derive_key, keys_for, permute, random_order
+from hf_packing.planning.permutation import generator_for, random_order, shuffle_in_groups
 from hf_packing.planning.plan import PackingPlan
 
-_BLOCK = 1 << 16
-"""Segments that are placed at a time, so that arrays fit in the CPU cache."""
+_BLOCK, _PACKS_AT_ONCE = 1 << 16, 1 << 13
+"""Segments that are placed, and packs that are shuffled, at a time, so that arrays fit in the CPU cache."""
 
 
-def place_segments(
-    patterns: Patterns, first_segment: IntArray, seed: int | None
-) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
+def place_segments(patterns: Patterns, first_segment: IntArray) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
     """Yield the segments of all packs block by block, shortest first.
 
     Args:
         patterns: the packs.
         first_segment: int64 [packs or more]: index in the plan of each pack's first segment.
-        seed: seed of the order of pieces of equal length, and of the segments in a pack; None to shuffle neither.
 
     Yields:
         The index of each segment in the plan; the index of its piece in the list of all pieces, sorted by length; and
@@ -50,26 +46,15 @@ def place_segments(
     by_length = np.argsort(patterns.entry_length, kind="stable")
     pattern, entry_length = patterns.entry_pattern[by_length], patterns.entry_length[by_length]
     copies = patterns.entry_copies[by_length]
-    first_pack, pack_size = offsets_of(patterns.packs)[pattern], patterns.segments_per_pack()[pattern]
-    places = offsets_of(patterns.entry_copies)
+    first_pack, places = offsets_of(patterns.packs)[pattern], offsets_of(patterns.entry_copies)
     first_place = places[by_length] - places[patterns.entry_offsets[pattern]]
     offsets = offsets_of(patterns.packs[pattern] * copies)
-    if seed is not None:
-        pieces = patterns.counts()
-        first_piece = offsets_of(pieces)
-        length_keys = keys_for(np.arange(len(pieces)), derive_key(seed, "documents of equal length"))
-        key_in_packs = derive_key(seed, "documents of a pack")
     for begin in range(0, int(offsets[-1]), _BLOCK):
         in_block = np.diff(offsets.clip(begin, begin + _BLOCK))
         entry = np.repeat(np.arange(len(in_block)), in_block)
-        slot, length = begin + np.arange(len(entry)), entry_length[entry]
-        nth_pack, place = np.divmod(slot - offsets[entry], copies[entry])
-        pack, place, piece = first_pack[entry] + nth_pack, first_place[entry] + place, slot
-        if seed is not None:
-            first = first_piece[length]
-            piece = first + permute(slot - first, pieces[length], length_keys[length])
-            place = permute(place, pack_size[entry], keys_for(pack, key_in_packs))
-        yield first_segment[pack] + place, piece, length
+        piece = begin + np.arange(len(entry))
+        nth_pack, place = np.divmod(piece - offsets[entry], copies[entry])
+        yield first_segment[first_pack[entry] + nth_pack] + first_place[entry] + place, piece, entry_length[entry]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -133,10 +118,18 @@ class PatternTable:
         document = np.empty(segments, dtype=of_piece.dtype)
         start = np.zeros(segments, dtype=lengths.dtype)
         length = np.empty(segments, dtype=np.int32)
-        for target, piece, tokens in place_segments(patterns, pack_offsets[row], self.seed):
+        for target, piece, tokens in place_segments(patterns, pack_offsets[row]):
             document[target], length[target] = of_piece[piece], tokens
             if start_of_piece is not None:
                 start[target] = start_of_piece[piece]
+        if self.seed is not None:
+            generator = generator_for(self.seed, "documents of a pack")
+            for first in range(0, len(size), _PACKS_AT_ONCE):
+                own = slice(pack_offsets[first], pack_offsets[min(first + _PACKS_AT_ONCE, len(size))])
+                order = np.arange(own.stop - own.start)
+                shuffle_in_groups(order, size[first : first + _PACKS_AT_ONCE], generator)
+                for column in (document, start, length):
+                    column[own] = column[own][order]
         return PackingPlan(
             document_length=lengths,
             segment_document=document,
@@ -152,19 +145,18 @@ class PatternTable:
         """Return the document and the start of each piece, in the order of `Cuts`; no starts if no document is cut."""
         cuts = self.cuts
         document = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
-        group_length, number = np.unique(cuts.document_length, return_counts=True)
-        mixed = np.flatnonzero(np.repeat(np.isin(cuts.document_length, group_length[number > 1]), cuts.documents))
-        if self.seed is not None and len(mixed):
-            length = lengths[document[mixed]]
-            _, first, size = np.unique(length, return_index=True, return_counts=True)
-            first, keys = np.repeat(mixed[first], size), keys_for(length, derive_key(self.seed, "cuts"))
-            document[first + permute(mixed - first, np.repeat(size, size), keys)] = document[mixed]
+        if self.seed is not None:
+            _, first = np.unique(cuts.document_length, return_index=True)
+            of_length = np.add.reduceat(cuts.documents, first)
+            shuffle_in_groups(document, of_length, generator_for(self.seed, "documents of equal length"))
         if (cuts.pieces_each == 1).all():
             return document, None
         group = np.repeat(np.arange(len(cuts.documents)), cuts.documents)
         pieces = cuts.pieces_each[group]
         piece = indices_in_ranges(cuts.piece_offsets[group], pieces)
         order = sort_by_length(cuts.piece_length[piece])
+        if self.seed is not None:
+            shuffle_in_groups(order, cuts.counts(), generator_for(self.seed, "pieces of equal length"))
         return np.repeat(document, pieces)[order], cuts.piece_start[piece[order]]
 
     def metrics(self) -> PackingMetrics:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import (
-    HidesNewerArguments,
     check_optional_number,
     check_seed,
     check_whole_number,
@@ -181,8 +180,8 @@ def cut_rows(sizes: RowSizes, max_length: int, overflow: Overflow) -> FittedRows
     )
 
 
-@dataclass(frozen=True, repr=False)
-class Batching(HidesNewerArguments, ABC):
+@dataclass(frozen=True)
+class Batching(ABC):
     """The base class of TokenBudget, BucketBatches and InOrder. A batching decides which rows share a micro-batch."""
 
     needs_row_per_rank: ClassVar[bool] = True

@@ -31,7 +31,7 @@ the bucket: a row of this bucket, or leftovers of smaller buckets. A copy of a r
 the row plus the number of rows in the dataset."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class BucketBatches(Batching):
     """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 

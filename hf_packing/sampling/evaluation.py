@@ -13,7 +13,7 @@ from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows,
 from hf_packing.sampling.sizes import RowSizes
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class InOrder(Batching):
     """A batching for evaluation: a micro-batch has as many successive rows as fit into its limits.
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import NEWER_ARGUMENTS, check_whole_number
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
@@ -22,7 +22,7 @@ from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, SampledRow,
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 
-_PLANS_VERSION = 4
+_PLANS_VERSION = 5
 """Version of the plans. Increase this number with every code change that gives different micro-batches for the same
 arguments. Training then refuses to resume from older checkpoints."""
 
@@ -311,7 +311,7 @@ def _differing_arguments(saved: str, batching: Batching) -> tuple[str, str]:
     if not saved.startswith(f"{type(batching).__name__}("):
         return saved, repr(batching)
     calls: list[Any] = [ast.parse(text, mode="eval").body for text in (saved, repr(batching))]
-    first, second = (NEWER_ARGUMENTS | {each.arg: ast.unparse(each.value) for each in call.keywords} for call in calls)
+    first, second = ({each.arg: ast.unparse(each.value) for each in call.keywords} for call in calls)
     differ = [name for name in first | second if first.get(name) != second.get(name)]
     was, got = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in (first, second))
     return was, got

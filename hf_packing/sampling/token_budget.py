@@ -52,7 +52,7 @@ _LONG_DOCUMENTS = (
 )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class TokenBudget(Batching):
     """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 

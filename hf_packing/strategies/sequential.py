@@ -274,6 +274,6 @@ def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
     sizes = np.repeat(patterns.segments_per_pack(), patterns.packs)
     by_length = sort_by_length(lengths)
     order = np.empty(len(lengths), dtype=np.int64)
-    for target, piece, _ in place_segments(patterns, offsets_of(sizes), seed=None):
+    for target, piece, _ in place_segments(patterns, offsets_of(sizes)):
         order[target] = by_length[piece]
     return order, sizes

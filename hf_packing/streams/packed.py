@@ -21,7 +21,7 @@ import pyarrow as pa
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths, sums_of
-from hf_packing.planning.permutation import derive_key
+from hf_packing.planning.permutation import derive_seed
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.windows import (
     WindowPlan,
@@ -167,8 +167,8 @@ class StreamPacking:
         work = sums_of(attention_costs(own, plan.segment_length - own), plan.pack_offsets)
         cost = (self.linear_cost * plan.pack_tokens() + work)[packs]
         strategy: Any = self.strategy  # BestFit, since only streams that TokenBudget packs have a linear_cost
-        key = derive_key(strategy.seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
-        return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
+        first = derive_seed(strategy.seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}") % (1 << 20)
+        return packs[order_by_cost(cost, turns + first)]
 
     def __str__(self) -> str:
         names = ", ".join(self.schema.names)

@@ -1,4 +1,7 @@
-"""Permutations as functions of the place: bijections, even, and different for each key; and shuffled packs."""
+"""Random orders: of groups, each equally likely, and different for each seed and purpose; and shuffled packs."""
+
+from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,37 +11,49 @@ from hypothesis import strategies as st
 from plans import packs_of
 
 import hf_packing as hfp
-from hf_packing.planning.permutation import derive_key, keys_for, permute
+from hf_packing.planning import permutation
+from hf_packing.planning.permutation import derive_seed, generator_for, random_order, shuffle_in_groups
+
+SIZES = st.lists(st.integers(0, 9) | st.just(40), max_size=30)
 
 
-@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
-def test_bijection(size, key):
-    places = permute(np.arange(size), np.array([size]), np.array([key], dtype=np.uint64))
-    assert sorted(places.tolist()) == list(range(size))
+@given(SIZES, st.integers(0, 2**63 - 1))
+def test_values_stay_in_their_groups(sizes, seed):
+    values = np.arange(sum(sizes)) * 3
+    shuffled = values.copy()
+    shuffle_in_groups(shuffled, np.array(sizes, dtype=int), generator_for(seed, "test"))
+    again = values.copy()
+    shuffle_in_groups(again, np.array(sizes, dtype=int), generator_for(seed, "test"))
+    assert (shuffled == again).all()
+    for begin, end in pairwise([0, *np.cumsum(sizes).tolist()]):
+        assert sorted(shuffled[begin:end].tolist()) == values[begin:end].tolist()
 
 
-@given(
-    st.integers(1, 2**40),
-    st.integers(0, 2**64 - 1),
-    st.lists(st.integers(0, 2**40), min_size=2, max_size=20, unique=True),
-)
-def test_large_ranges_stay_in_range_and_apart(size, key, indices):
-    indices = sorted({index % size for index in indices})
-    places = permute(np.array(indices), np.array([size]), np.array([key], dtype=np.uint64))
-    assert len(set(places.tolist())) == len(indices)
-    assert places.min() >= 0
-    assert places.max() < size
+@pytest.mark.parametrize("groups", [1, 3, 20_000])
+def test_every_order_of_a_group_is_equally_likely(groups, monkeypatch):
+    monkeypatch.setattr(permutation, "_AT_ONCE", 1000)  # so that groups of equal size are shuffled in parts
+    generator, seen = generator_for(0, "test"), Counter()
+    for _ in range(20_000 // groups):
+        values = np.tile(np.arange(3), groups)
+        shuffle_in_groups(values, np.full(groups, 3), generator)
+        seen.update(map(tuple, values.reshape(-1, 3).tolist()))
+    assert len(seen) == 6
+    expected = seen.total() / 6
+    assert sum((each - expected) ** 2 / expected for each in seen.values()) < 30
 
 
-def test_every_place_is_equally_likely_and_purposes_have_keys_of_their_own():
-    trials = 20_000
-    keys = keys_for(np.arange(trials), derive_key(0, "test"))
-    for size in (2, 3, 5, 7, 16):
-        for index in range(size):
-            seen = np.bincount(permute(np.full(trials, index), np.array([size]), keys), minlength=size)
-            expected = trials / size
-            assert ((seen - expected) ** 2 / expected).sum() < 60, (size, index)
-    assert len({int(derive_key(seed, purpose)) for seed in range(3) for purpose in ("packs", "documents")}) == 6
+def test_groups_of_equal_size_have_orders_of_their_own():
+    values = np.tile(np.arange(50), 40)
+    shuffle_in_groups(values, np.full(40, 50), generator_for(0, "test"))
+    assert len({*map(tuple, values.reshape(40, 50).tolist())}) == 40
+
+
+def test_purposes_and_seeds_have_orders_of_their_own():
+    orders = [random_order(100, seed, purpose).tolist() for seed in range(3) for purpose in ("packs", "documents")]
+    assert len({*map(tuple, orders)}) == 6
+    assert all(sorted(each) == [*range(100)] for each in orders)
+    assert random_order(5, None, "packs").tolist() == [*range(5)]
+    assert len({derive_seed(seed, purpose) for seed in range(3) for purpose in ("a", "b")}) == 6
 
 
 def capacities_and_packs(plan):
