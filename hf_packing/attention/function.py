@@ -185,7 +185,9 @@ def _one_row(*tensors: Tensor) -> list[Tensor]:
     device, dtype = query.device.type, value.dtype
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    return [tensor.transpose(0, 1).flatten(1, 2)[None].to(dtype) for tensor in tensors]
+    if len(query) > 1:
+        tensors = tuple(tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in tensors)
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 _PLAIN = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
