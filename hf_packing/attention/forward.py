@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
 from threading import RLock
 from typing import Any
@@ -117,6 +118,9 @@ class Patch:
     """True once labels have shown that the model is not trained to copy its input."""
 
     def __post_init__(self) -> None:
+        modules = [*self.model.modules()]
+        self.lists = [each for each in modules if isinstance(each, nn.ModuleList)]
+        self.may_checkpoint = [each for each in modules if hasattr(each, "gradient_checkpointing")]
         self._parts: list[tuple[str, nn.Module, dict[str, nn.Module | None]]] = []
         """The name of each module, the module, and its own modules."""
         self._known: set[nn.Module] = set()
@@ -168,12 +172,13 @@ class Patch:
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
-        what they ran under. FSDP puts in wrappers that have such a function, after the patch."""
-        for module in self.model.modules():
+        what they ran under. FSDP replaces layers in the model's lists by wrappers that have such a function."""
+        for module in chain(self.may_checkpoint, *self.lists):
+            wrapped = module._modules.get("_fsdp_wrapped_module") or module
             for name in _CHECKPOINTING:
-                checkpoint = vars(module).get(name)
+                checkpoint = vars(wrapped).get(name)
                 if checkpoint is not None and not isinstance(checkpoint, KeepLayout):
-                    setattr(module, name, KeepLayout(checkpoint, self))
+                    setattr(wrapped, name, KeepLayout(checkpoint, self))
 
 
 @dataclass(eq=False)
