@@ -2,7 +2,7 @@
 
 A patched forward classifies its inputs. Packed rows and rows of trees run with the layout of their segments. Padded
 batches run as usual but for the backbone, which gets the tokens without padding, as one packed row. Calls with a cache
-run as without the patch. A batch of PackingCollator does not wait for the device.
+run as without the patch. A batch of PackingCollator waits for the device not once, after the first one.
 """
 
 import inspect
@@ -114,6 +114,8 @@ class Patch:
     """True while the model's forward runs. Code traced by torch.compile can read this, but not `running`."""
     hides_mask: bool = False
     """True while the model's forward has an attention_mask that is for its routers only, not for its layers."""
+    trusts_collator: bool = False
+    """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
     """True once labels have shown that the model is not trained to copy its input."""
 
@@ -398,7 +400,7 @@ class PatchedForward(ReplacedForward):
         return inputs, layout, rows
 
     def _read_layout(self, inputs: Arguments) -> Layout:
-        """Read the layout of packed rows or trees."""
+        """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
         refuse_earlier_tokens(inputs)
         facts, tokens = self.patch.facts, tokens_of(inputs)
         if part := part_in(inputs):
@@ -408,7 +410,8 @@ class PatchedForward(ReplacedForward):
                     f"rows on {part.layout.num_ranks} ranks; pass the model to prepare_dataloader, or use attach"
                 )
             return SplitLayout.of_part(part, tokens.device)
-        if not has_trees(inputs) and (known := layout_of_collator(inputs)) is not None:
+        known = None if has_trees(inputs) else layout_of_collator(inputs)
+        if known is not None and self.patch.trusts_collator:
             return known
         layout = read_layout(inputs, self.module.training)
         if layout.has_branches and not facts.takes_trees:
@@ -416,6 +419,8 @@ class PatchedForward(ReplacedForward):
                 f"{PARENTS}: expected packed rows, since it is not proven that {type(self.model).__name__} runs rows "
                 "of trees; call patch_model(model, trees=True) before training"
             )
+        if known is not None:
+            self.patch.trusts_collator = (known.lengths, known.fillers) == (layout.lengths, layout.fillers)
         return layout
 
     def _check_rows(self, rows: PaddedRows, inputs: Inputs) -> None:
