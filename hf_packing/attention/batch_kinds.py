@@ -14,7 +14,6 @@ from itertools import chain, pairwise, product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -94,8 +93,8 @@ def _padded(documents: DocumentTokens, pad_token: int, side: Side) -> dict[str, 
     for tokens in documents:
         missing = max(map(len, documents)) - len(tokens)
         before = {"right": 0, "left": missing, "both": missing // 2}[side]
-        rows.append(F.pad(torch.tensor(tokens), (before, missing - before), value=-1))
-    ids = torch.stack(rows)
+        rows.append([-1] * before + tokens + [-1] * (missing - before))
+    ids = torch.tensor(rows)
     return {"input_ids": ids.where(ids >= 0, pad_token), "attention_mask": (ids >= 0).long()}
 
 

@@ -271,12 +271,12 @@ class Case:
         return Alone({document: run for document, run in runs.items() if document is not None}, attention)
 
     def measure_noise(self, alone: Alone) -> None:
-        """Run the longest document that has run alone once more, with rounding errors in its embeddings."""
+        """Run the longest document that has run alone twice, the second time with rounding errors in its embeddings."""
         longest = max(alone.runs, key=self.lengths.__getitem__, default=None)
         with self.runner.unpatched(alone.attention), torch.set_grad_enabled(self.wants_gradients):
-            noisy = self.run_alone(longest, noisy=True).outputs[0]
-        noise = 0.0 if longest is None else float(apart(noisy, alone.runs[longest].outputs[0]).max())
-        alone.noise = noise if isfinite(noise) else 0.0
+            exact, noisy = (self.run_alone(longest, noisy=each).outputs[0] for each in (False, True))
+        noise = float(apart(noisy, exact).max())
+        alone.noise = noise if alone.runs and isfinite(noise) else 0.0
 
     def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""

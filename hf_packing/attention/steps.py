@@ -260,7 +260,7 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
 
 def _size(gradient: Tensor | None) -> float:
     """Return the norm of a gradient; 0 for none."""
-    if gradient is None:
+    if gradient is None or not gradient.numel():
         return 0.0
     return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
 
