@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import isfinite
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -174,10 +174,13 @@ class Case:
         """Return the token ids of the batch, with some segments replaced."""
         return torch.where(self.has_tokens(replaced), self.others, self.tokens)
 
-    def outputs(self, tokens: Tensor) -> list[Tensor]:
-        """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
+    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
+        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
+        [values, width]."""
         ids = self.inputs["input_ids"]
-        inputs = {**self.inputs, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
+        inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
+        if embedded:
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
         return self.ask(inputs, self.places, self.trees.lengths)
 
     def outputs_alone(self, tokens: Tensor, length: int) -> Tensor:
