@@ -85,7 +85,7 @@ def test_a_batch_of_one_document_proves_the_step_alone(tmp_path):
 
 
 def test_the_first_batch_with_several_documents_counts():
-    budget = hfp.TokenBudget(210, seed=4)  # the single document comes first
+    budget = hfp.TokenBudget(210, seed=0)  # the single document comes first
     loader = loader_of(documents([210, 100, 90]), budget, model=patched(**LONG))
     found = [(len(documents_in(batch)), str(loader.first_batch_proof)) for batch in loader]
     assert "isolation" not in found[0][1]
@@ -181,7 +181,7 @@ def test_a_large_model_with_layers_that_take_only_multiples(tmp_path, monkeypatc
         trainer = attached(tmp_path, hfp.TokenBudget(900, align_tokens=32), model=model, data=documents())
         found.append((logged(trainer), str(trainer.attached.first_batch_proof)))
     assert found[0] == found[1]
-    assert "documents of 7, 200 tokens are the same alone" in found[1][1]
+    assert re.search(r"documents of \d+, \d+(, \d+)? tokens are the same alone", found[1][1])
 
 
 def test_a_model_without_a_small_copy_is_patched_itself(tmp_path, monkeypatch):
@@ -211,7 +211,8 @@ def with_adapters(case):
 def train_case(case, folder):
     accelerator = accelerate.Accelerator(cpu=True)
     model = with_adapters(case)
-    loader = hfp.prepare_dataloader(accelerator, documents(OF_RANKS), BUDGET, model=model)
+    budget = hfp.TokenBudget(900, seed=3)  # the first batch of each rank has several documents
+    loader = hfp.prepare_dataloader(accelerator, documents(OF_RANKS), budget, model=model)
     if case == "broken":
         if accelerator.process_index:
             model.base_model.model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -259,7 +260,7 @@ def test_ranks_that_share_a_model(tmp_path):
     assert not any(each["printed"] for case in cases[2:] for each in found[case])
     for case in cases[2:]:
         assert found[case][0]["refused"] == found[case][1]["refused"]
-        assert (leaky(case)[1] in found[case][0]["refused"]) == (case != "gradients")
+        assert (leaky(case)[1] in found[case][0]["refused"]) == (case not in NOT_NAMED)
         assert found[case][0]["losses"] == found[case][1]["losses"] == []
 
 

@@ -470,7 +470,7 @@ def test_what_is_right_trains(name, tmp_path):
 def test_what_differs_is_found(name, tmp_path):
     trainer = FOUND[name](tmp_path)
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
-    hfp.attach(trainer, BUDGET)
+    hfp.attach(trainer, hfp.TokenBudget(128, seed=1))
     with pytest.raises(hfp.PackingError, match=DIFFERS) as found:
         trainer.train()
     assert str(found.value).endswith(CAUSES.get(name, ""))
