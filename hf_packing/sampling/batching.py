@@ -270,7 +270,7 @@ class Batching(ABC):
             epoch: the epoch to plan, with the number of ranks; None for the first epoch on one rank.
 
         Returns:
-            EpochPlan. The same arguments give the same plan, on any machine.
+            EpochPlan. The same arguments give the same plan, on any machine whose NumPy shuffles in the same way.
 
         Raises:
             PackingError: a bad argument, fewer rows than ranks, a row longer than a micro-batch, a number of ranks that

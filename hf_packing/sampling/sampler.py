@@ -16,6 +16,7 @@ from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
+from hf_packing.planning.permutation import shuffles_of_numpy
 from hf_packing.planning.rank_layout import LayoutCounts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, SampledRow, mean_over_max
@@ -278,6 +279,7 @@ class RankBatchSampler:
         """Return all values that determine the optimizer steps, except the epoch. Checkpoints store these values."""
         return {
             "plans": _PLANS_VERSION,
+            "shuffles_of_numpy": shuffles_of_numpy(),
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
             _ROWS: str(self.sizes),

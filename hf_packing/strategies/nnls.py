@@ -70,6 +70,7 @@ class NonNegativeLeastSquares(OneCapacity):
 
     def solve(self, counts: IntArray) -> Solution:
         capacity, max_documents = self.max_length, self.max_documents
+        load_scipy_optimize("NonNegativeLeastSquares")  # an error before the search, which may take long
         ways = _full_packs(capacity, max_documents)
         demand = np.zeros(capacity + 1)
         demand[: len(counts)] = counts

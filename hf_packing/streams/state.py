@@ -12,6 +12,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from hf_packing.errors import PackingError
+from hf_packing.planning.permutation import shuffles_of_numpy
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import fingerprint_of_files
 
@@ -20,6 +21,11 @@ STATE = "packed"
 
 _FORMAT = 7
 """The version of the layout of saved states. A state of another version is refused."""
+
+
+def _version() -> str:
+    """Return the version of the layout, and how NumPy shuffles the documents of a window."""
+    return f"{_FORMAT}, with shuffles {shuffles_of_numpy()} of NumPy"
 
 
 class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
@@ -45,7 +51,7 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
 
     def _init_state_dict(self) -> dict[str, Any]:
         # Without the files, which are not looked at before they are read; `map` reads its first batch again from here.
-        self._state_dict: dict[str, Any] = {STATE: (_FORMAT, str(self), None, None), "type": type(self).__name__}
+        self._state_dict: dict[str, Any] = {STATE: (_version(), str(self), None, None), "type": type(self).__name__}
         return self._state_dict
 
     def changed(self, **attributes: Any) -> Self:
@@ -55,11 +61,11 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
         new._init_state_dict()
         return new
 
-    def made_from(self) -> tuple[int, str, str]:
+    def made_from(self) -> tuple[str, str, str]:
         """Return the facts that the rows depend on, besides the documents; a saved state begins with them."""
-        return _FORMAT, str(self), fingerprint_of_files(self)
+        return _version(), str(self), fingerprint_of_files(self)
 
-    def progress(self, state: dict[str, Any], made_from: tuple[int, str, str]) -> Any:
+    def progress(self, state: dict[str, Any], made_from: tuple[str, str, str]) -> Any:
         """Return how far the stream has come, according to a state; None if it has not begun.
 
         Args:
@@ -71,12 +77,12 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
         """
         if state[STATE] is None:
             return None
-        _, made_of_now, files_now = made_from
+        version_now, made_of_now, files_now = made_from
         version, *saved = state[STATE]
-        if version != _FORMAT:
+        if version != version_now:
             raise PackingError(
-                f"state_dict: expected the state of a stream in format {_FORMAT}, got format {version!r}; go on "
-                "with the version of hf_packing that saved the state, or start the epoch again without the state"
+                f"state_dict: expected the state of a stream in format {version_now}, got format {version}; go on with "
+                "the versions of hf_packing and NumPy that saved the state, or start the epoch again without the state"
             )
         made_of, files, progress = saved
         if made_of != made_of_now:

@@ -101,6 +101,6 @@ def _refuse_differences(of_ranks: Sequence[Facts], complete: bool) -> None:
                 if own and other and own != other:
                     raise PackingError(
                         f"{name}: expected the same on all ranks; rank 0 has {own}, but rank {rank} has {other}. Every "
-                        "rank plans the batches of all ranks: give all of them the same settings and the whole "
+                        "rank plans the batches of all ranks: give all of them the same settings, NumPy and whole "
                         "dataset, without .shard(), split_dataset_by_node() or shuffle(seed=rank)"
                     )

@@ -32,6 +32,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.permutation import shuffles_of_numpy
 from hf_packing.planning.rank_layout import RankLayout, lay_out
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_number, is_token_type, visible_columns
@@ -228,6 +229,7 @@ def open_source(
     rank, world_size = data_rank(accelerator)
     if in_order is None:
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=loss)
+        planned_from.note_settings(shuffles_of_numpy=shuffles_of_numpy())
     if isinstance(dataset, datasets.IterableDataset):
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order

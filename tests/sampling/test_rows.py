@@ -177,7 +177,7 @@ def test_what_decides_the_micro_batches_is_compared():
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
     sampler.check_can_resume(sampler.plan_inputs())
     RankBatchSampler(hfp.TokenBudget(4), sizes, accumulation=2).check_can_resume(sampler.plan_inputs())
-    for name, value in {"plans": 0, SLOTS: 3}.items():
+    for name, value in {"plans": 0, "shuffles_of_numpy": "others", SLOTS: 3}.items():
         with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
             sampler.check_can_resume(sampler.plan_inputs() | {name: value})
     fewer = RankBatchSampler(hfp.TokenBudget(4), sizes_of(Plain([{"input_ids": [1, 2]}] * 9)), world_size=2)

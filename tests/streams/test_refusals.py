@@ -107,13 +107,17 @@ def test_states_of_other_rows(streams, change, named, packed):
 
 
 @pytest.mark.parametrize("streams", [None, 4])
-def test_states_of_another_format(streams, packed, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [("_FORMAT", 99, "99, with"), ("shuffles_of_numpy", lambda: "other", "7, with .* other")],
+)
+def test_states_of_another_format(name, value, named, streams, packed, monkeypatch):
     first, other = packed(streams=streams), packed(streams=streams)
     next(iter(first))
     state = pickle.loads(pickle.dumps(first.state_dict()))
-    monkeypatch.setattr(state_module, "_FORMAT", 99)
+    monkeypatch.setattr(state_module, name, value)
     other.load_state_dict(state)
-    with pytest.raises(hfp.PackingError, match="state_dict: .* format 99, got format"):
+    with pytest.raises(hfp.PackingError, match=f"state_dict: .* format {named} .*, got format 7, with"):
         next(iter(other))
 
 

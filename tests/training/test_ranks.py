@@ -26,7 +26,7 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.training import lockstep
+from hf_packing.training import lockstep, sources
 from hf_packing.training import ranks as training_ranks
 from hf_packing.training.lockstep import Answer, in_lockstep
 
@@ -194,6 +194,9 @@ def evaluations(log, made, kind, own):
 def loops(log, own):
     for case in CASES:
         log.expect(DIFFERENT, f"loop: {case}", lambda case=case: loader_of(own.data()[case]()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "shuffles_of_numpy", lambda: "others" if own.last else "usual")
+        log.expect("shuffles_of_numpy: expected the same on all ranks", "loop: another NumPy", lambda: loader_of(DATA))
     accelerator, shard, rows = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank), DATA.to_list()
     model = patched()
     log.expect(DIFFERENT, "loop: evaluation", lambda: hfp.evaluation_loss(accelerator, model, shard))
