@@ -37,10 +37,17 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int 
     return int(value)
 
 
-def refuse_alignment(aligned: Any, why: str) -> None:
-    """Raise PackingError if the `align_tokens` of an object is not 1."""
-    if aligned.align_tokens != 1:
-        raise PackingError(f"align_tokens: expected 1 {why}, got {aligned.align_tokens}")
+def check_type(name: str, value: Any, kind: Any, accepted: str) -> None:
+    """Raise PackingError if `value` is no instance of a class, or of one of several."""
+    if not isinstance(value, kind):
+        raise PackingError(f"{name}: expected {accepted}, got {type(value).__name__}")
+
+
+def expect(expected: Any, why: str, **given: Any) -> None:
+    """Raise PackingError if an argument, given by its name, has another value than the expected one."""
+    for name, value in given.items():
+        if value != expected:
+            raise PackingError(f"{name}: expected {expected!r} {why}, got {value!r}")
 
 
 def check_seed(seed: Any) -> int:

@@ -60,6 +60,7 @@ from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_erro
 from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.model import (
     ALIGNED,
+    compiles_forward,
     has_local_weights,
     inner_model,
     input_device,
@@ -99,6 +100,7 @@ __all__ = [
     "check_isolation",
     "check_patched",
     "compare",
+    "compiles_forward",
     "has_local_weights",
     "in_mode",
     "inner_model",

@@ -251,10 +251,15 @@ def shard_again(model: nn.Module) -> None:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile has compiled a model, or a module of the model."""
-    return any(
-        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    return any(map(compiles_forward, model.modules()))
+
+
+def compiles_forward(module: nn.Module) -> bool:
+    """Return whether torch.compile has compiled the forward of a module."""
+    forward = vars(module).get("forward")
+    forwards = forward, getattr(forward, "before", None)  # a patch may have replaced a compiled forward
+    compiled = any(hasattr(each, "_torchdynamo_orig_callable") for each in forwards)
+    return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def without_ddp(model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from hf_packing.batch.segments import (
     number_segments,
 )
 from hf_packing.batch.trees import MARKS_OF_TREES, check_tree_row, collate_trees
-from hf_packing.checks import check_whole_number, check_whole_numbers, refuse_alignment
+from hf_packing.checks import check_whole_number, check_whole_numbers, expect
 from hf_packing.columns import (
     ATTENTION_MASK,
     COPIED_SEGMENT,
@@ -140,16 +140,10 @@ class PackingCollator:
         return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
 
     def _batch_of_trees(self, rows: Sequence[Row]) -> dict[str, Any]:
-        if self.keep_first_labels:
-            raise PackingError(
-                "keep_first_labels: expected False for rows of trees, got True; trees are for models that predict the "
-                "next token, since the tokens of a prefix must not depend on what follows"
-            )
-        if self.tokens is not None:
-            raise PackingError(
-                f"tokens: expected None for rows of trees, which have no fixed shapes, got {self.tokens}"
-            )
-        refuse_alignment(self, "for rows of trees")
+        causal = "for rows of trees, which are for models that predict the next token"
+        expect(False, causal, keep_first_labels=self.keep_first_labels)
+        expect(None, "for rows of trees, which have no fixed shapes", tokens=self.tokens)
+        expect(1, "for rows of trees", align_tokens=self.align_tokens)
         for number, row in enumerate(rows):
             check_tree_row(row, number)
         columns = {name: _read_column(name, rows) for name in TREE_COLUMNS}

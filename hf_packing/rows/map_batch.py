@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from datasets.formatting.formatting import LazyBatch, LazyRow
 
+from hf_packing.checks import check_type
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import changes_of, describe_changes
@@ -48,11 +49,8 @@ def _as_table(batch: Any) -> pa.Table:
     """Return a batch as an Arrow table. A column that Arrow cannot convert, such as images, becomes nulls."""
     if hasattr(batch, "__arrow_c_stream__"):  # a Table, or a data frame of a dataset in its format
         return pa.table(batch)
-    if not isinstance(batch, Mapping):
-        raise PackingError(
-            f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}; if you "
-            "pass the strategy to Dataset.map, do not set input_columns"
-        )
+    accepted = "a mapping of columns or a pyarrow Table, as Dataset.map passes it without input_columns"
+    check_type("batch", batch, Mapping, accepted)
     if isinstance(batch, LazyBatch) and set(batch.pa_table.column_names) == batch.keys_to_format == set(batch):
         return batch.pa_table  # nothing was read, set or deleted since `map` made it
     first = next(iter(batch.get(INPUT_IDS, ())), None)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
-from hf_packing.checks import check_optional_number, check_whole_number
+from hf_packing.checks import check_optional_number, check_type, check_whole_number, expect
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
@@ -119,12 +119,10 @@ def pack(
     """
     packing = Packing.of(strategy, position_ids, share_prefixes, keep_first_labels)
     is_stream = isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict))
-    if is_stream and lazy:
-        raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
-    if streams is not None and not is_stream:
-        raise PackingError(
-            f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
-        )
+    if is_stream:
+        expect(False, "for a stream, whose packed rows are not stored anyway", lazy=lazy)
+    else:
+        expect(None, "for a Dataset, whose rows attach divides among the ranks", streams=streams)
     pack_one: Callable[[Any], Any] = partial(
         _pack_split, packing=packing, load_from_cache_file=load_from_cache_file, lazy=lazy
     )
@@ -149,11 +147,8 @@ def _pack_split(
     dataset: datasets.Dataset, packing: Packing, load_from_cache_file: bool, lazy: bool
 ) -> datasets.Dataset:
     """Pack one split of a dataset and return the packed split, as `pack` does."""
-    if not isinstance(dataset, datasets.Dataset):
-        raise PackingError(
-            "dataset: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got "
-            f"{type(dataset).__name__}"
-        )
+    accepted = "a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict"
+    check_type("dataset", dataset, datasets.Dataset, accepted)
     check_no_transform(dataset)
     table = documents_in(dataset)
     packing.check_names(table.column_names)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from hf_packing.checks import expect
 from hf_packing.columns import BUCKET, INPUT_IDS, TREE_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths, sums_of
@@ -47,11 +48,8 @@ class Packing:
         strategy, fewest_shared = check_strategy(strategy), check_fewest_shared(share_prefixes)
         if fewest_shared is not None:
             strategy.check_packs_trees()
-            if keep_first_labels:
-                raise PackingError(
-                    "keep_first_labels: expected False with share_prefixes, got True; trees are for models that "
-                    "predict the next token"
-                )
+            causal = "with share_prefixes, which is for models that predict the next token"
+            expect(False, causal, keep_first_labels=keep_first_labels)
         return cls(strategy, position_ids, fewest_shared, keep_first_labels)
 
     def check_names(self, names: Collection[str]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hf_packing.checks import check_type
 from hf_packing.columns import (
     BUCKET,
     IGNORED_LABEL,
@@ -53,8 +54,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         >>> hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["input_ids"][:]
         [[1, 2, 3], [4, 5], [6]]
     """
-    if not isinstance(packed, datasets.Dataset):
-        raise PackingError(f"packed: expected a Dataset that pack() returned, got {type(packed).__name__}")
+    check_type("packed", packed, datasets.Dataset, "a Dataset that pack() returned")
     if row_numbers(packed) is not None:
         raise PackingError(
             "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"

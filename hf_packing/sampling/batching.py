@@ -19,7 +19,7 @@ from hf_packing.checks import (
     check_optional_number,
     check_seed,
     check_whole_number,
-    refuse_alignment,
+    expect,
     set_fields,
 )
 from hf_packing.errors import PackingError
@@ -288,7 +288,7 @@ class Batching(ABC):
                 f"max_ranks_per_document: expected a number that divides the {ranks} ranks of this run, got {together}"
             )
         if sizes.trees is not None:  # whose micro-batches cannot be filled up
-            refuse_alignment(self, "for rows of trees")
+            expect(1, "for rows of trees", align_tokens=self.align_tokens)
         rows = self.fit(sizes)
         needed = ranks // together if self.needs_row_per_rank else 1
         if len(rows.kept) < needed:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from hf_packing.checks import check_choice, check_whole_number, set_fields
+from hf_packing.checks import check_choice, check_whole_number, expect, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges
 from hf_packing.planning.permutation import random_order
@@ -87,10 +87,8 @@ class BucketBatches(Batching):
             cycles=check_whole_number("cycles", self.cycles),
         )
         self.aligned("tokens_per_batch")
-        if self.cycles > 1 and self.order == "random":
-            raise PackingError(
-                f"cycles: expected 1 with order='random', got {self.cycles}; several cycles need order='short_to_long'"
-            )
+        if self.order == "random":
+            expect(1, "with order='random', since several cycles need order='short_to_long'", cycles=self.cycles)
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if sizes.bucket is None:

@@ -4,7 +4,6 @@ A DataLoader takes RankBatchSampler as its batch_sampler. RankBatchSampler is no
 has no batch_size. Otherwise accelerate would assume that all batches have the same number of rows, and would lose rows.
 """
 
-import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -301,19 +300,8 @@ class RankBatchSampler:
             if name == "dataset":
                 was, got = (f"{each.get(_ROWS, 'rows')} with the digest {each[name]}" for each in (saved, inputs))
             if name == "batching":
-                was, got = _differing_arguments(saved[name], self.batching)
+                was, got = saved[name], str(value)
             raise PackingError(
                 f"{name}: expected {was}, as when the checkpoint was saved, got {got}; resuming would go on with other "
                 "batches, with some rows twice and others not at all"
             )
-
-
-def _differing_arguments(saved: str, batching: Batching) -> tuple[str, str]:
-    """Return the arguments that differ between a text of a batching and a batching, as two texts with their values."""
-    if not saved.startswith(f"{type(batching).__name__}("):
-        return saved, repr(batching)
-    calls: list[Any] = [ast.parse(text, mode="eval").body for text in (saved, repr(batching))]
-    first, second = ({each.arg: ast.unparse(each.value) for each in call.keywords} for call in calls)
-    differ = [name for name in first | second if first.get(name) != second.get(name)]
-    was, got = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in (first, second))
-    return was, got

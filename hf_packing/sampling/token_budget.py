@@ -12,7 +12,7 @@ from hf_packing.checks import (
     check_optional_number,
     check_real,
     check_whole_number,
-    refuse_alignment,
+    expect,
     set_fields,
 )
 from hf_packing.errors import PackingError
@@ -163,18 +163,19 @@ class TokenBudget(Batching):
             raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {schedule!r}")
         for name in ("share_prefixes", "length_schedule"):
             if value := getattr(self, name):
-                refuse_alignment(self, f"with {name}={value!r}")
-        if self.fewest_shared is not None and self.length_schedule is not None:
-            self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
+                expect(1, f"with {name}={value!r}", align_tokens=self.align_tokens)
+        if self.fewest_shared is not None:
+            cut = "with share_prefixes, since extra borders would cut shared prefixes"
+            expect(None, cut, length_schedule=schedule)
         most = INT32_MAX // self.max_tokens
         ranks = check_whole_number("max_ranks_per_document", self.max_ranks_per_document, maximum=most)
         longest = check_optional_number("max_length", self.max_length, maximum=ranks * self.most_tokens)
         set_fields(self, max_ranks_per_document=ranks, max_length=longest)
         if ranks > 1:
-            refuse_alignment(self, f"with max_ranks_per_document={ranks}")
-            for name in ("max_documents", "max_patches", "share_prefixes", "length_schedule"):
-                if (value := getattr(self, name)) not in (None, False):
-                    raise PackingError(f"max_ranks_per_document: expected 1 with {name}={value}, got {ranks}")
+            several = f"with max_ranks_per_document={ranks}"
+            expect(1, several, align_tokens=self.align_tokens)
+            expect(None, several, max_documents=self.max_documents, max_patches=self.max_patches)
+            expect(None, several, share_prefixes=self.fewest_shared, length_schedule=schedule)
 
     @property
     def longest_document(self) -> int:
@@ -186,32 +187,22 @@ class TokenBudget(Batching):
         return None if self.share_prefixes is False else check_fewest_shared(self.share_prefixes)
 
     def within(self, shapes: Shapes) -> Self:
-        if self.length_schedule is not None:
-            self._refuse_schedule("for batches of fixed shapes, since extra borders change the number of segments")
-        if self.max_ranks_per_document > 1:
-            raise PackingError(
-                "max_ranks_per_document: expected 1 for batches of fixed shapes, since ranks have pieces of documents, "
-                f"got {self.max_ranks_per_document}"
-            )
+        fixed = "for batches of fixed shapes, since extra borders change the number of segments"
+        expect(None, fixed, length_schedule=self.length_schedule)
+        pieces = "for batches of fixed shapes, since ranks have pieces of documents"
+        expect(1, pieces, max_ranks_per_document=self.max_ranks_per_document)
         return super().within(shapes)
 
-    def _refuse_schedule(self, why: str) -> None:
-        raise PackingError(f"length_schedule: expected None {why}, got {self.length_schedule!r}")
-
     def fit(self, sizes: RowSizes) -> FittedRows:
-        if self.max_patches is not None and sizes.patches is None:
-            raise PackingError(
-                f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
-                "collator of the attached trainer returns pixel_values"
-            )
+        if sizes.patches is None:
+            text = "for rows of text; rows have patches if the collator of the attached trainer returns pixel_values"
+            expect(None, text, max_patches=self.max_patches)
         ranks = self.max_ranks_per_document
-        if ranks > 1 and sizes.trees is not None:
-            raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")
-        if self.max_length is not None and sizes.packed and self.fewest_shared is None:
-            raise PackingError(
-                f"max_length: expected None for packed rows, whose documents are not cut, got {self.max_length}; cut "
-                "documents when they are packed, with the max_length of the strategy"
-            )
+        if sizes.trees is not None:
+            expect(1, "for rows of trees", max_ranks_per_document=ranks)
+        if sizes.packed and self.fewest_shared is None:
+            whole = "for packed rows, whose documents are cut by the max_length of the strategy when they are packed"
+            expect(None, whole, max_length=self.max_length)
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
         for unit, (has, most) in self._limited(sizes).items():

@@ -19,6 +19,7 @@ from hf_packing.checks import (
     check_choice,
     check_optional_number,
     check_whole_number,
+    expect,
     set_fields,
 )
 from hf_packing.columns import INPUT_IDS, check_are_documents
@@ -122,11 +123,8 @@ class Strategy(_Arguments, ABC):
                 "strategy: expected a strategy that cuts no document that fits in a pack, such as BestFit, with "
                 f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
             )
-        if self.max_documents is not None:
-            raise PackingError(
-                "max_documents: expected None with share_prefixes, since strategies do not know how many documents a "
-                f"tree has, got {self.max_documents}"
-            )
+        unknown = "with share_prefixes, since strategies do not know how many documents a tree has"
+        expect(None, unknown, max_documents=self.max_documents)
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         """Plan one window of a stream, with a seed of its own.

@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hf_packing.checks import check_real, set_fields
-from hf_packing.errors import PackingError
+from hf_packing.checks import check_real, expect, set_fields
 from hf_packing.planning.best_fit import Remaining
 from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces, offsets_of
 from hf_packing.planning.patterns import Cuts, Patterns, Run, patterns_from_runs
@@ -70,11 +69,8 @@ class Bucket(CountingStrategy):
         return PatternTable(patterns=patterns, cuts=cuts, seed=self.seed)
 
     def check_packs_trees(self) -> None:
-        if self.padding_threshold < 1:
-            raise PackingError(
-                "padding_threshold: expected 1 with share_prefixes, since a smaller value cuts documents that fit in a "
-                f"pack, and a tree of documents can be cut only between documents, got {self.padding_threshold}"
-            )
+        whole = "with share_prefixes, since a smaller value cuts documents that fit in a pack"
+        expect(1, whole, padding_threshold=self.padding_threshold)
         super().check_packs_trees()
 
 

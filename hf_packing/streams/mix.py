@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hf_packing.checks import check_choice, check_real, check_seed
+from hf_packing.checks import check_choice, check_real, check_seed, check_type
 from hf_packing.columns import SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
@@ -120,8 +120,7 @@ def _open_source(name: str, stream: Any) -> Source:
         if not len(stream):
             raise PackingError(f"streams[{name!r}]: expected documents, got an empty dataset")
         stream = stream.to_iterable_dataset(num_shards=min(len(stream), _MOST_SHARDS))
-    if not isinstance(stream, datasets.IterableDataset):
-        raise PackingError(f"streams[{name!r}]: expected an IterableDataset or a Dataset, got {type(stream).__name__}")
+    check_type(f"streams[{name!r}]", stream, datasets.IterableDataset, "an IterableDataset or a Dataset")
     source = open_source(f"streams[{name!r}]", stream)
     for column in (SOURCE, SOURCE_EPOCH):
         if column in source.schema.names:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hf_packing.checks import check_type
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import BadRowError, Message, Settings, lacks_text, messages_of, settings_of
@@ -194,10 +195,7 @@ def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
     """Return the rows of a batch, or one row for a conversation, with the messages in `prompt` and `completion`."""
     if isinstance(conversations, Sequence) and not isinstance(conversations, str):
         return [{_PROMPT: (), _COMPLETION: conversations}]
-    if not isinstance(conversations, Mapping):
-        raise PackingError(
-            f"conversations: expected a list of messages, or a batch, got {type(conversations).__name__}"
-        )
+    check_type("conversations", conversations, Mapping, "a list of messages, or a batch")
     batch = dict(conversations)
     if column in batch:
         batch |= {_COMPLETION: batch[column], _PROMPT: [()] * len(batch[column])}

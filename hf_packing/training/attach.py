@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, block_of, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import check_choice, refuse_older
+from hf_packing.checks import check_choice, check_type, expect, refuse_older
 from hf_packing.columns import SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing_trace import refuse_lost_borders
@@ -141,12 +141,9 @@ def attach(
     if classes_of_trl(type(trainer)):
         refuse_older("trl")
     of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
-    of_whole_rows = {"loss_unit": loss_unit}
     if batching is None:
-        others = {"match_documents_per_step": match_documents_per_step}
-        _refuse_given(
-            of_packed_rows | of_whole_rows | others, "if batching is None, since the trainer then makes its own batches"
-        )
+        stock = "if batching is None, since the trainer then makes its own batches"
+        expect(None, stock, **of_packed_rows, loss_unit=loss_unit, match_documents_per_step=match_documents_per_step)
         fewest_shared = check_fewest_shared(share_prefixes)
 
         def unpad(planned_from: PlannedFrom) -> UnpaddedModels:
@@ -162,8 +159,7 @@ def attach(
             trainer.__class__, trainer.data_collator = _subclass_with(UnpaddedTrainer, kind), plain.data_collator
             trainer.remove_callback(BatchesOfCheckpoint)
         return unpadded
-    shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
-    _refuse_given(shared, "beside a batching; pass it to TokenBudget")
+    expect(False, "beside a batching; pass it to TokenBudget", share_prefixes=share_prefixes)
     plain = without_attach(trainer)
     own: Any = type(plain)
 
@@ -172,11 +168,11 @@ def attach(
         if match_documents_per_step is not None:
             complete = with_documents_per_step(complete, match_documents_per_step)
         if keeps_rows_whole(plain):
-            _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
+            expect(None, "for rows that stay whole, of which the trainer computes its own loss", **of_packed_rows)
             check_trainer(plain, None)
             _check_keeps_rows(plain, complete, loss_unit)
             return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, own)
-        _refuse_given(of_whole_rows, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
+        expect(None, "for a language model, whose loss is a mean over labeled tokens; pass loss=", loss_unit=loss_unit)
         of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
         state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
@@ -197,13 +193,6 @@ def attach(
         trainer.add_callback(BatchesOfCheckpoint)
     state.expected = decided_by(trainer)
     return summary
-
-
-def _refuse_given(arguments: dict[str, Any], why: str) -> None:
-    """Raise PackingError if one of these arguments of attach is given."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise PackingError(f"{name}: expected no such argument {why}; got {value!r}")
 
 
 def keeps_rows_whole(trainer: Any) -> bool:
@@ -232,14 +221,11 @@ def _has_pictures(dataset: Any) -> bool:
 def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) -> None:
     """Refuse a trainer, a batching or a unit that does not work with whole rows."""
     kind, model = type(trainer).__name__, type(inner_model(trainer.model)).__name__
-    if not isinstance(batching, TokenBudget):
-        raise PackingError(
-            f"batching: expected a TokenBudget for {kind} with {model}, whose rows stay whole, got "
-            f"{type(batching).__name__}; or None, to keep the trainer's batches and take out their padding"
-        )
-    for name in ("length_schedule", "max_length"):
-        if (value := getattr(batching, name)) is not None:
-            raise PackingError(f"{name}: expected None for whole rows, which are not cut, got {value}")
+    whole = f"for {kind} with {model}, whose rows stay whole"
+    accepted = f"a TokenBudget {whole}, or None, to keep the trainer's batches and take out their padding"
+    check_type("batching", batching, TokenBudget, accepted)
+    expect(None, whole, length_schedule=batching.length_schedule, max_length=batching.max_length)
+    expect(1, whole, align_tokens=batching.align_tokens, max_ranks_per_document=batching.ranks_per_block)
     if loss_unit not in (None, *UNITS):
         raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
     if found := _SORTING.intersection(getattr(trainer, "loss_types", ())):

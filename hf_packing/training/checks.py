@@ -20,6 +20,7 @@ from transformers import Trainer
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import check_type, expect
 from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
@@ -94,8 +95,7 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
         PackingError: the object is not a Trainer; the trainer makes its own batches; or the trainer's methods,
             collator, accelerator or arguments do not work with planned batches.
     """
-    if not isinstance(trainer, Trainer):
-        raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
+    check_type("trainer", trainer, Trainer, "a Trainer or an SFTTrainer")
     kind = type(trainer)
     own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
     if own or (classes_of_trl(kind) and sft_trainer_of(trainer) is None and loss is not None):
@@ -148,10 +148,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"accelerator: expected num_processes={launched}, the number of launched processes, got "
             f"{accelerator.num_processes}; every process would train on all rows. On CPUs, use Accelerator(cpu=True)"
         )
-    if accelerator.dispatch_batches:
-        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own batches")
-    if accelerator.split_batches:
-        raise PackingError("split_batches: expected False, got True; accelerate would split every planned batch")
+    expect(False, "since every rank reads its own batches", dispatch_batches=bool(accelerator.dispatch_batches))
+    expect(False, "since accelerate would split every planned batch", split_batches=accelerator.split_batches)
     if not accelerator.gradient_state.sync_with_dataloader:
         raise PackingError(
             "sync_with_dataloader: expected True, got False; no optimizer step would use the gradients of an epoch's "

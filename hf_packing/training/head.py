@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_packing.attention import inner_model, labels_of_trees
+from hf_packing.attention import compiles_forward, inner_model, labels_of_trees
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
@@ -488,7 +488,7 @@ def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel)
     if name is None:
         return "the model's get_output_embeddings returns no output layer", False
     around = [model, *map(model.get_submodule, accumulate(name.split("."), "{}.{}".format))]
-    if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
+    if torch.compiler.is_compiling() or any(map(compiles_forward, around)):
         return "the output layer is compiled", False
     hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]
     if not all(_maker_of(hook).startswith("torch.distributed.") for hook in chain(*hooks)):
@@ -500,14 +500,6 @@ def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel)
     if any(each._backward_hooks for each in layer.parameters()):
         return "a weight of the output layer has a hook", True
     return "", True
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile compiles a module's forward."""
-    forward = vars(module).get("forward")
-    forwards = forward, getattr(forward, "before", None)  # a patch may have replaced a compiled forward
-    compiled = any(hasattr(each, "_torchdynamo_orig_callable") for each in forwards)
-    return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def _maker_of(hook: Any = None) -> str:

@@ -20,7 +20,7 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import check_choice, refuse_alignment
+from hf_packing.checks import check_choice, check_type, expect
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
@@ -102,8 +102,7 @@ def prepare_dataloader(
         >>> len(loader), sorted(batch["input_ids"].shape[1] for batch in loader)
         (2, [4, 5])
     """
-    if not isinstance(accelerator, Accelerator):
-        raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
+    check_type("accelerator", accelerator, Accelerator, "an Accelerator")
     if decided := _DECIDED_BY_BATCHING & options.keys():
         raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
     shapes = tokens, max_segments
@@ -209,7 +208,7 @@ def evaluation_loss(
         budget = TokenBudget(1, max_ranks_per_document=ranks) if ranks > 1 else None  # rows may have any size
         in_order = InOrder(rows_per_batch, max_tokens=max_tokens, ranks=ranks, align_tokens=align_tokens)
         if ranks > 1:
-            refuse_alignment(in_order, f"with max_ranks_per_document={ranks}")
+            expect(1, f"with max_ranks_per_document={ranks}", align_tokens=align_tokens)
         source = open_source("dataset", dataset, budget, accelerator, reading, planned_from, in_order=in_order)
         check_labels_are_hidden(source, model)
         return source.loader(accelerator, collator_for(model, align_tokens=align_tokens))
@@ -290,12 +289,8 @@ def _items_of_step(batch: Batch, loss: Loss | None, num_items_in_batch: Any) -> 
     """Return the number of items of the optimizer step, divided by what its losses are averaged over; None for those of
     the batch alone."""
     if ITEMS in batch:
-        for name, value in (("loss", loss), (ITEMS, num_items_in_batch)):
-            if value is not None:
-                raise PackingError(
-                    f"{name}: expected None, since the batch has a loss and a divisor already, as batches of "
-                    f"prepare_dataloader do, got {value!r}"
-                )
+        done = "for a batch of prepare_dataloader, which has a loss and a divisor already"
+        expect(None, done, loss=loss, num_items_in_batch=num_items_in_batch)
         items: Tensor = batch[ITEMS]
         return items
     if num_items_in_batch is not None:

@@ -88,11 +88,9 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, 
         if len(counts) == 1 or (all(counts) and abs(mean - together.loss) <= most and apart <= most_of_gradients):
             fitting[unit] = apart
     best = min(fitting, key=fitting.__getitem__, default=None)
-    if best is not None:
-        if named is None:
-            return best
-        if named in fitting and fitting[named] <= 2 * fitting[best] + most_of_gradients / 100:
-            return named
+    unit = named or best or ""
+    if unit in fitting and fitting[unit] <= 2 * min(fitting.values()) + most_of_gradients / 100:
+        return unit
     expected = f"one of {', '.join(UNITS)}" if named is None else f"another unit than {named!r}"
     fits = f"; {best!r} fits better" if best else ""
     raise PackingError(

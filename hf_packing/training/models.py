@@ -31,7 +31,7 @@ from hf_packing.attention import (
     share_prefixes,
     unpatched_on_error,
 )
-from hf_packing.checks import check_choice
+from hf_packing.checks import check_choice, check_type, expect
 from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
@@ -121,8 +121,7 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     What wraps, or is part of, a model that was found before is not another model. Models that are elsewhere, such as in
     a list or a callback, are found by `watched_for_unpatched` if they read packed rows.
     """
-    if not isinstance(getattr(trainer, "model", None), nn.Module):
-        raise PackingError(f"trainer: expected a Trainer with a model, got {type(trainer).__name__} without one")
+    check_type("trainer.model", getattr(trainer, "model", None), nn.Module, "a model")
     found, seen = {"model": trainer.model}, set(trainer.model.modules())
     for name, module in vars(trainer).items():
         if isinstance(module, nn.Module) and _reads_tokens(module):
@@ -211,16 +210,9 @@ def check_takes_rows(model: nn.Module, source: Any, batching: Batching, shapes: 
         check_labels_are_hidden(source, model)
         return
     check_predicts_next(model)
-    if shapes != (None, None):
-        raise PackingError(
-            f"tokens: expected None for documents that share prefixes, whose batches have no fixed shapes, got "
-            f"{shapes[0]}"
-        )
-    if getattr(batching, "length_schedule", None) is not None:
-        raise PackingError(
-            "length_schedule: expected None for documents that share prefixes, since extra borders would cut shared "
-            "prefixes"
-        )
+    expect(None, "for documents that share prefixes, whose batches have no fixed shapes", tokens=shapes[0])
+    cut = "for documents that share prefixes, since extra borders would cut them"
+    expect(None, cut, length_schedule=getattr(batching, "length_schedule", None))
     if has_local_weights(model):
         patch_model(model, trees=True)
     warn_of_shared_randomness(model)

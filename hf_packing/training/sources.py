@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator, numbers_in
+from hf_packing.checks import expect
 from hf_packing.columns import (
     COMPLETION_MASK,
     INPUT_IDS,
@@ -252,8 +253,8 @@ def open_source(
         return rows
     check_map_style(name, dataset)
     together = 1 if in_order is not None or batching is None else batching.ranks_per_block
-    if together > 1 and world_size < accelerator.num_processes:
-        raise PackingError(f"max_ranks_per_document: expected 1 with tensor parallelism, got {together}")
+    if world_size < accelerator.num_processes:
+        expect(1, "with tensor parallelism", max_ranks_per_document=together)
     plans, more = in_order or batching, passed_on(dataset, reading.takes)
     assert plans is not None
     if plans.fewest_shared is not None:

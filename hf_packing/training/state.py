@@ -15,7 +15,6 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import refuse_alignment
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
@@ -299,12 +298,6 @@ class AttachedRows(Attached):
     ) -> None:
         """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
-        refuse_alignment(batching, f"for {type(trainer).__name__}, whose rows stay whole")
-        if batching.ranks_per_block > 1:
-            raise PackingError(
-                f"max_ranks_per_document: expected 1 for {type(trainer).__name__}, whose rows stay whole, got "
-                f"{batching.ranks_per_block}"
-            )
         self._loss_unit = loss_unit
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)

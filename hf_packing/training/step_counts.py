@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import INPUT_IDS, SEQ_IDX
+from hf_packing.sampling.batching import mean_over_max
 from hf_packing.training.losses import COUNTS, Batch, Loss, count_per_segment, documents_in, items_in, trees_of
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
@@ -82,20 +83,11 @@ class StepCounts:
         taken["documents_per_step"] = float(together[..., _DOCUMENTS].sum()) / steps
         taken["tokens_per_step"] = float(tokens.sum()) / steps
         if len(together) > 1:  # one rank waits for no other
-            taken["token_utilization"] = _utilization(tokens)
-            taken["attention_utilization"] = _utilization(squares)
+            for name, work in (("token_utilization", tokens), ("attention_utilization", squares)):
+                of_batches = work.T[work.any(0)].numpy()
+                taken[name] = mean_over_max(of_batches, of_batches)
         of_sources = together[..., _SOURCES:].sum((0, 1)) / tokens.sum()
         return taken | {f"source_{name}": share for name, share in zip(self._sources, of_sources.tolist(), strict=True)}
-
-
-def _utilization(work: Tensor) -> float:
-    """Return how evenly the ranks share the work: mean / maximum over ranks, averaged over micro-batches.
-
-    Args:
-        work: float64 [ranks, micro-batches]: the tokens, or the attention cost, of each micro-batch.
-    """
-    most = work.amax(dim=0)
-    return float((work.mean(dim=0) / most)[most > 0].mean())
 
 
 class Predictions:

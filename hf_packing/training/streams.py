@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, get_worker_info
 
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import refuse_alignment
+from hf_packing.checks import check_type, expect
 from hf_packing.columns import (
     COPIED_SEGMENT,
     IGNORED_LABEL,
@@ -33,7 +33,6 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing import Packing
-from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
@@ -68,7 +67,7 @@ the number of shards, so that every shard is read once."""
 def training_stream(
     name: str,
     stream: datasets.IterableDataset,
-    batching: Batching | None,
+    batching: Any,
     ranks: int,
     unread: Sequence[str] = (),
     in_order: InOrder | None = None,
@@ -87,22 +86,16 @@ def training_stream(
     Raises:
         PackingError: the stream, or the batching, is not supported.
     """
+    accepted = "TokenBudget(max_length) for a stream, also for one that pack(stream, strategy, streams=64) returned"
+    check_type("batching", batching, TokenBudget | None, accepted)
     if batching is not None:
-        if not isinstance(batching, TokenBudget):
-            raise PackingError(
-                f"batching: expected a TokenBudget for a stream, got {type(batching).__name__}; pack the stream with "
-                "pack(stream, strategy, streams=64), and pass TokenBudget(max_length)"
-            )
-        if batching.match_documents_per_step is not None:
-            raise PackingError(
-                "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
-                f"{batching.match_documents_per_step}"
-            )
-        if batching.ranks_per_block > 1:
-            raise PackingError(
-                f"max_ranks_per_document: expected 1 for a stream, got {batching.ranks_per_block}; only documents of a "
-                "map-style dataset can be on several ranks"
-            )
+        unknown = "for a stream, whose number of documents is unknown"
+        expect(None, unknown, match_documents_per_step=batching.match_documents_per_step)
+        expect(
+            1,
+            "for a stream, since only documents of a map-style dataset can be on several ranks",
+            max_ranks_per_document=batching.ranks_per_block,
+        )
     if stream._distributed is not None:
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
@@ -142,7 +135,7 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
     if batching is None:
         return streams, 1, capacity
     if fewest_shared is not None:
-        refuse_alignment(batching, "for rows of trees")
+        expect(1, "for rows of trees", align_tokens=batching.align_tokens)
     batching.check_holds("max_tokens", capacity, "the capacity of the packed rows")
     rows = batching.most_tokens // capacity
     most, in_a_row = batching.max_documents, strategy.max_documents
@@ -180,8 +173,7 @@ def _of_documents(
             f"{name}: expected a packed stream, got a stream of documents; pass pack(stream, BestFit(max_length), "
             "streams=64)"
         )
-    if batching.max_patches is not None:
-        raise PackingError(f"max_patches: expected None for a stream of text, got {batching.max_patches}")
+    expect(None, "for a stream of text", max_patches=batching.max_patches)
     source = open_source(name, stream, unread)
     strategy = BestFit(
         batching.longest_document,

@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_packing.attention import borders_required, inner_model, is_patched
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.batch.segments import with_segments_cut
+from hf_packing.checks import expect
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
@@ -198,11 +199,8 @@ class StreamTrainer(PackedTrainer):
     """A Trainer that trains on a stream, and saves with every checkpoint how far the stream has come."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.args, "enable_jit_checkpoint", False):
-            raise PackingError(
-                "enable_jit_checkpoint: expected False for a stream, got True, which saves checkpoints before an "
-                "optimizer step whose rows were already read; use save_steps"
-            )
+        unread = "for a stream, since it saves checkpoints before a step whose rows were already read; use save_steps"
+        expect(False, unread, enable_jit_checkpoint=getattr(self.args, "enable_jit_checkpoint", False))
         given, folder = self.args.ignore_data_skip, resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
