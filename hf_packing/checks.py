@@ -4,13 +4,13 @@ Each check of an argument returns the checked value, or raises PackingError with
 accepted.
 """
 
-import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
+from packaging.version import Version
 
 from hf_packing.errors import PackingError
 
@@ -109,12 +109,8 @@ def refuse_older(*packages: str) -> None:
             found = version(package)
         except PackageNotFoundError:
             continue
-        if _numbers(found) < _numbers(OLDEST[package]):
+        if Version(found) < Version(OLDEST[package]):
             raise PackingError(
                 f"{package}: expected version {OLDEST[package]} or newer, got {found}; "
                 f'pip install "{package}>={OLDEST[package]}"'
             )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

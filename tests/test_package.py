@@ -73,7 +73,7 @@ THIRD_PARTY = {
     "files": set(),
     "versions": set(),
     "columns": {"numpy"},
-    "checks": {"numpy"},
+    "checks": {"numpy", "packaging"},
     "planning": {"numpy"},
     "strategies": {"numpy", "scipy", "tqdm"},
     "trees": {"numpy", "pyarrow", "datasets"},

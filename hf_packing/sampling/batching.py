@@ -18,6 +18,7 @@ from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import (
     check_optional_number,
     check_seed,
+    check_type,
     check_whole_number,
     expect,
     set_fields,
@@ -306,9 +307,7 @@ class Batching(ABC):
 
 def check_batching(batching: Any) -> Batching:
     """Return `batching`; raise PackingError if the argument is not a Batching."""
-    if not isinstance(batching, Batching):
-        raise PackingError(
-            f"batching: expected TokenBudget(...), which packs documents during training, or BucketBatches(...), got "
-            f"{batching!r}; strategies such as BestFit are for pack and map"
-        )
-    return batching
+    accepted = "TokenBudget(...), which packs documents during training, or BucketBatches(...), but no strategy"
+    check_type("batching", batching, Batching, accepted)
+    checked: Batching = batching
+    return checked

@@ -300,7 +300,10 @@ class RankBatchSampler:
             if name == "dataset":
                 was, got = (f"{each.get(_ROWS, 'rows')} with the digest {each[name]}" for each in (saved, inputs))
             if name == "batching":
-                was, got = saved[name], str(value)
+                arguments = [text.split(", ") for text in (saved[name], str(value))]
+                was, got = (
+                    ", ".join(each for each in one if each not in other) for one, other in (arguments, arguments[::-1])
+                )
             raise PackingError(
                 f"{name}: expected {was}, as when the checkpoint was saved, got {got}; resuming would go on with other "
                 "batches, with some rows twice and others not at all"

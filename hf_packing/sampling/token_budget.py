@@ -175,7 +175,8 @@ class TokenBudget(Batching):
             several = f"with max_ranks_per_document={ranks}"
             expect(1, several, align_tokens=self.align_tokens)
             expect(None, several, max_documents=self.max_documents, max_patches=self.max_patches)
-            expect(None, several, share_prefixes=self.fewest_shared, length_schedule=schedule)
+            expect(None, several, length_schedule=schedule)
+            expect(False, several, share_prefixes=self.share_prefixes)
 
     @property
     def longest_document(self) -> int:

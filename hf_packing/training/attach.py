@@ -234,11 +234,11 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             "micro-batch. attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
     if getattr(trainer, "aux_loss_enabled", False):
-        raise PackingError(
-            f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of "
-            f"{model}, which depends on which rows share a micro-batch; got {trainer.router_aux_loss_coef}. "
-            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+        of_routers = (
+            f"with a batching, since the loss of the routers of {model} depends on which rows share a micro-batch; or "
+            "attach(trainer, None), to keep the trainer's batches and take out their padding"
         )
+        expect(0.0, of_routers, router_aux_loss_coef=trainer.router_aux_loss_coef)
     if batching.overflow not in ("error", "drop"):
         raise PackingError(
             f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
@@ -253,13 +253,9 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             f"train_dataset: expected one document or one pair in each row, but the column {packed[0]!r} says that "
             "rows are packs; pass the documents, since attach forms the batches"
         )
-    limit = getattr(trainer.args, "max_length", None)
-    with_logps = getattr(trainer.args, "precompute_ref_log_probs", False)
-    if limit is not None and (with_logps or _has_pictures(data)):
-        raise PackingError(
-            f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
-            f"since attach cannot count what {kind} cuts or drops then"
-        )
+    if getattr(trainer.args, "precompute_ref_log_probs", False) or _has_pictures(data):
+        lost = f"with precompute_ref_log_probs or pictures, since attach cannot count what {kind} cuts or drops then"
+        expect(None, lost, max_length=getattr(trainer.args, "max_length", None))
 
 
 @cache

@@ -121,7 +121,7 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     What wraps, or is part of, a model that was found before is not another model. Models that are elsewhere, such as in
     a list or a callback, are found by `watched_for_unpatched` if they read packed rows.
     """
-    check_type("trainer.model", getattr(trainer, "model", None), nn.Module, "a model")
+    check_type("trainer", getattr(trainer, "model", None), nn.Module, "a Trainer with a model")
     found, seen = {"model": trainer.model}, set(trainer.model.modules())
     for name, module in vars(trainer).items():
         if isinstance(module, nn.Module) and _reads_tokens(module):

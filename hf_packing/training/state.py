@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import expect
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
@@ -154,13 +155,10 @@ class AttachedPacks(Attached):
         """Check the trainer's datasets and the arguments, and plan the first epoch. The trainer does not change."""
         data, own = trainer.train_dataset, trainer.data_collator
         refuse_cut_documents(trainer, "train_dataset", data)
-        if shapes == (None, None) and isinstance(own, PackingCollator):
-            shapes = own.tokens, own.max_segments
-        if isinstance(own, PackingCollator) and own.align_tokens not in (1, batching.align_tokens):
-            raise PackingError(
-                f"data_collator: expected a PackingCollator with align_tokens={batching.align_tokens}, as in the "
-                f"batching, got {own.align_tokens}; pass align_tokens to the batching, which plans with it"
-            )
+        if isinstance(own, PackingCollator):
+            shapes = (own.tokens, own.max_segments) if shapes == (None, None) else shapes
+            if own.align_tokens > 1:
+                expect(own.align_tokens, "in the batching, as in the collator", align_tokens=batching.align_tokens)
         if shapes != (None, None):
             batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)

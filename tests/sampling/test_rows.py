@@ -197,7 +197,13 @@ def test_what_decides_the_micro_batches_is_compared():
             "length_schedule=LengthSchedule(start=2, steps=9, end=None, growth='linear')",
             "length_schedule=None",
         ),
-        (hfp.BucketBatches(4), repr(hfp.BucketBatches(4)), repr(hfp.TokenBudget(4))),
+        (
+            hfp.BucketBatches(4),
+            "BucketBatches(seed=0, tokens_per_batch=4, order='random', cycles=1)",
+            "TokenBudget(seed=0, max_tokens=4, max_length=None, max_patches=None, balance='attention', "
+            "linear_cost=None, match_documents_per_step=None, length_schedule=None, overflow='error', "
+            "share_prefixes=False, max_ranks_per_document=1)",
+        ),
     ],
 )
 def test_a_resume_with_another_batching_names_the_arguments_that_differ(saved, expected, got):

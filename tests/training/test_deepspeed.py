@@ -199,7 +199,7 @@ def test_weights_are_those_of_sgd_on_documents_alone(on_two_ranks, name):
     model, losses = trained_by_hand(steps, smoothing)
     first = dict(build("Llama", torch.float64).requires_grad_(False).named_parameters())
     moved = max(float((each - first[key]).abs().max()) for key, each in model.named_parameters())
-    assert moved > 0.02
+    assert moved > 0.01  # 10,000 times what the weights below may differ by
     everything = [[ids, labels] for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)]
     evaluated = loss_of(model, everything, smoothing).item()
     for rank, found in enumerate(of_ranks):

@@ -393,7 +393,7 @@ REFUSED = {
     "another model": f"{ONE}, since it is not proven that LlamaForCausalLM runs rows on 2 ranks",
     "sums of documents": "batch: expected whole documents, got a part of a row",
     "a check of a part": "batch: expected whole documents, got a part of a row",
-    "rows that stay whole": f"{ONE} for Trainer, whose rows stay whole, got 2",
+    "rows that stay whole": f"{ONE} for Trainer with LlamaForSequenceClassification, whose rows stay whole, got 2",
     "a loss of its own": "but Distilled has a compute_loss, compute_loss_func, label_smoothing_factor",
     "label smoothing": "but Trainer has a compute_loss, compute_loss_func, label_smoothing_factor",
 }
