@@ -29,6 +29,7 @@ from hf_packing.attention.model import (
     distinctive_multiple,
     embedding_of,
     has_local_weights,
+    has_vocabulary,
 )
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
@@ -443,6 +444,8 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone.
         """
         failures: list[Exception] = []
+        if self.model.config.is_encoder_decoder and has_vocabulary(self.model):
+            raise NotCallableError(f"{type(self.model).__name__}: an encoder-decoder takes two texts, got one in a row")
         filled = [(distinctive_multiple(self.model), True)] if self.may_be_filled else []
         without_gradients = [(1, False)] if self.wants_gradients else []
         for multiple, needs_gradients in ((self.runner.multiple, True), *filled, *without_gradients):
@@ -458,9 +461,8 @@ class RowCase(Case):
                     raise
                 except Exception as error:  # custom model code may raise anything
                     failures.append(error)
-        two_texts = "; an encoder-decoder takes two texts" if self.model.config.is_encoder_decoder else ""
         raise NotCallableError(
-            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}{two_texts}"
+            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}"
         ) from failures[0]
 
     def _examined(self, attention: str | None, needs_gradients: bool) -> Alone:

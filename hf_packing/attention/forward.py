@@ -32,6 +32,7 @@ from hf_packing.attention.function import register
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
+    check_has_first_labels,
     current_layout,
     has_trees,
     layout_of_collator,
@@ -76,7 +77,7 @@ from hf_packing.attention.route import (
 )
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
 from hf_packing.attention.split_row import SplitLayout
-from hf_packing.batch.collate import refuse_lost_first_labels
+from hf_packing.batch.collate import refuse_missing_first_labels
 from hf_packing.batch.loader import check_loader
 from hf_packing.batch.segments import part_in
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PADDING_SEGMENT, PARENTS, SEQ_IDX, SEQ_LENGTHS
@@ -385,7 +386,10 @@ class PatchedForward(ReplacedForward):
             layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
-        check_loader(len(layout.lengths))
+        is_tagger = patch.facts.sees_labels and not has_vocabulary(self.model)
+        check_loader(len(layout.lengths), is_tagger)
+        if is_tagger:
+            check_has_first_labels(inputs)
         may_begin = not training and not needs_borders.get() and (rows is None or not rows.has_padding)
         if may_begin and begins_text(self.model, inputs, layout):
             return self.signature.without_unknown(inputs, READ_ARGUMENTS), None, None
@@ -564,7 +568,7 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     trained = labels != IGNORED_LABEL
     ends_within = (trained[1:] != trained[:-1]) & ~is_first[1:] & ~is_first[:-1]  # of trained tokens, or a gap in them
     if (labels != ids)[trained].any() or ends_within.any():
-        refuse_lost_first_labels(ids, labels, borders[:-1][np.diff(borders) > 1])
+        refuse_missing_first_labels(ids, labels, borders[:-1][np.diff(borders) > 1])
         getattr(model, PATCH).knows_labels = True
     elif trained.sum() >= _FEWEST:
         raise PackingError(

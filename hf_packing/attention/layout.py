@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_packing.attention.model import Arguments, Inputs
 from hf_packing.attention.token_axes import Place, length_of
 from hf_packing.batch.segments import LongestSegment, fillers_in, lengths_between, positions_of, read_borders
+from hf_packing.checks import expect
 from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
@@ -428,12 +429,21 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
     return Layout(borders, roots(longest.lengths), bound=int(longest), fillers=longest.fillers)
 
 
+def check_has_first_labels(inputs: Arguments) -> None:
+    """Raise PackingError if PackingCollator has taken away labels of first tokens from a classifier of tokens."""
+    longest = inputs.get(MAX_LENGTHS[0])
+    if isinstance(longest, LongestSegment) and inputs.get("labels") is not None:
+        of_model = "in PackingCollator, since the model does not predict tokens"
+        expect(True, of_model, keep_first_labels=longest.first_labels)
+
+
 def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
     """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
-    predict from the document before. PackingCollator makes no such labels."""
+    predict from the document before. PackingCollator makes them only if it is told to."""
     labels = inputs.get("labels")
-    is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
-    if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
+    longest = inputs.get(MAX_LENGTHS[0])
+    has_none = isinstance(longest, LongestSegment) and not longest.first_labels
+    if has_none or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
     return {**inputs, "labels": labels.index_fill(1, first, IGNORED_LABEL)}

@@ -174,7 +174,10 @@ def check_isolation(
         with suppress(NotCallableError):
             if route is None:
                 case.examine()
-        if not case.known:  # a patched classifier takes none, and some backbones cannot be called so
+        if not case.known and route is None:
+            reason = "neither the model nor its backbone can be called on packed rows, so that nothing is known of them"
+            return IsolationReport(False, nan, reason)
+        if not case.known:  # a patched classifier takes no packed rows
             case, checked = examined_padded_rows(Runner(model), seed), "padded rows"
     except NotCallableError:  # it may be callable with what the collator makes
         case.known = [Alone({}, None, noise=0.0)]

@@ -6,6 +6,7 @@ documents. It has about a million parameters, and is built in a second.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     return settings
 
 
-def _derived(config: PreTrainedConfig, settings: dict[str, Any], small: dict[str, Any]) -> list[str]:
+def _derived(config: PreTrainedConfig, settings: dict[str, Any], small: dict[str, Any]) -> set[str]:
     """Return the names of sizes that a configuration computes from others if they are left out, as Zamba's size of
     attention heads."""
     kind = type(config)
@@ -185,11 +186,13 @@ def _derived(config: PreTrainedConfig, settings: dict[str, Any], small: dict[str
     def without(name: str, given: dict[str, Any]) -> Any:
         return getattr(kind.from_dict({each: value for each, value in given.items() if each != name}), name, None)
 
-    found = []
-    for name, value in settings.items():
+    doubled = {name: 2 * value if type(value) is int and name in SIZES else value for name, value in settings.items()}
+    found = set()
+    for name, other in product(settings, (small, doubled)):
+        value = settings[name]
         with suppress(Exception):  # the configuration may need the setting, or the others as they are
-            if type(value) is int and without(name, settings) == value != without(name, small):
-                found.append(name)
+            if type(value) is int and without(name, settings) == value != without(name, other):
+                found.add(name)
     return found
 
 

@@ -228,7 +228,7 @@ def _names_in(code: CodeType) -> list[str]:
     return [*code.co_names, *chain(*(_names_in(each) for each in code.co_consts if isinstance(each, CodeType)))]
 
 
-_SMALL = 2**16
+MOST_KEPT = 2**16
 """`WeightSnapshot` copies buffers, and tensors that hooks hold, in advance if they have at most so many entries. Some
 kernels, such as BatchNorm's, write to small buffers without a call that `WeightSnapshot` could intercept, and hooks
 also run in backward passes. Larger buffers are tables, or the weights of quantized models."""
@@ -273,7 +273,7 @@ class WeightSnapshot(TorchFunctionMode):
             self._data += [(tensor, data, tensor.requires_grad)] if is_local else []
             self._not_copied.setdefault(data.untyped_storage().data_ptr(), []).append(data)
         for tensor in (*buffers, *inside) if probed else ():
-            if type(tensor) is Tensor and tensor.numel() <= _SMALL and not tensor.is_meta:
+            if type(tensor) is Tensor and tensor.numel() <= MOST_KEPT and not tensor.is_meta:
                 self._copy(tensor)
 
     def _copy(self, tensor: Tensor) -> None:

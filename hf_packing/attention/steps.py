@@ -23,6 +23,7 @@ from hf_packing.attention.model import (
 )
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
+    MOST_KEPT,
     ConstantDraws,
     ObjectSnapshot,
     WeightSnapshot,
@@ -80,14 +81,19 @@ class StepRunner:
         for model in self.models:
             shard_again(model)
         self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
-        kept = [(each, each.grad) for each in self.model.parameters()]
+        kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
         with ExitStack() as stack:
             stack.enter_context(restored_random_state(self.runners[0].device))
             # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them
             takes_gradients = training and not hasattr(self.model, "backward")
             stack.enter_context(torch.set_grad_enabled(takes_gradients))
             modules = [module for model in self.models for module in model.modules()]
-            stack.callback(ObjectSnapshot(self.holders, (*self.without, *modules)).restore)
+            held = ObjectSnapshot(self.holders, (*self.without, *modules))
+            stack.callback(held.restore)
+            kept += [(each, each.grad) for each in held.tensors if each.is_leaf]
+            for each in held.tensors:
+                if each.numel() <= MOST_KEPT:
+                    stack.callback(each.detach().copy_, each.detach().clone())
             for model in self.models:
                 weights = WeightSnapshot(model)
                 stack.callback(weights.restore)
@@ -112,9 +118,9 @@ class StepRunner:
                     if hooks:  # optimizers step in such hooks
                         stack.callback(hooks.update, dict(hooks))
                         hooks.clear()
-            for parameter, gradient in kept:
-                parameter.grad = None
-                stack.callback(setattr, parameter, "grad", gradient)
+            for each, gradient in kept:
+                each.grad = None
+                stack.callback(setattr, each, "grad", gradient)
             yield
 
     def run(self, compute: Callable[[], Tensor], unpatched: bool = False, noisy: bool = False) -> Step:

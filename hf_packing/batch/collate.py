@@ -43,6 +43,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.rows.packing_trace import LOST_FIRST_LABELS
 
 Row = Mapping[str, Any]
 """One row of a dataset, as a mapping from column name to value."""
@@ -159,14 +160,14 @@ class PackingCollator:
         is_own = [next(iter(row.get(SEQ_IDX, ())), 0) > COPIED_SEGMENT for row in rows]
         labels = _labels_of(rows, tokens)
         if self.keep_first_labels:
-            refuse_lost_first_labels(input_ids, labels, begin[lengths > 1])
+            refuse_missing_first_labels(input_ids, labels, begin[lengths > 1])
         else:
             labels[begin] = IGNORED_LABEL
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
             POSITION_IDS: positions,
-            **borders_of(LongestSegment(int(lengths.max()), lengths.tolist())),
+            **borders_of(LongestSegment(int(lengths.max()), lengths.tolist(), first_labels=self.keep_first_labels)),
             SEQ_IDX: number_segments(positions, torch.from_numpy(np.repeat(is_own, [*map(len, tokens)])[None])),
             **_passed_on(rows, tokens),
         }
@@ -202,7 +203,7 @@ _UNLIKELY = 20.0
 """Labels are lost if it would be less likely than exp(-20) that no segment has one at its first token."""
 
 
-def refuse_lost_first_labels(input_ids: IntArray, labels: IntArray, begin: IntArray) -> None:
+def refuse_missing_first_labels(input_ids: IntArray, labels: IntArray, begin: IntArray) -> None:
     """Raise PackingError if no segment has a label at its first token, though many have one at the second.
 
     Segments that all begin with the same token, such as [CLS], need no label there.
@@ -216,12 +217,8 @@ def refuse_lost_first_labels(input_ids: IntArray, labels: IntArray, begin: IntAr
         return
     share = min(float(np.mean(labels[begin + 1] != IGNORED_LABEL)), 0.999)
     if -len(begin) * np.log1p(-share) > _UNLIKELY:
-        raise PackingError(
-            "labels: expected labels at first tokens for a model that does not predict the next token, got "
-            f"{len(begin)} segments without one, of which {share:.0%} have one at the second token. pack and "
-            "PackingCollator take these labels away, which causal language models cannot predict; pass "
-            "keep_first_labels=True to both, or fn_kwargs={'keep_first_labels': True} to map(strategy)"
-        )
+        found = f"{len(begin)} segments without one, of which {share:.0%} have one at the second token"
+        raise PackingError(LOST_FIRST_LABELS.format(found))
 
 
 def is_tree_batch(batch: Mapping[str, Any]) -> bool:

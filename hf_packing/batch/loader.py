@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakSet
 
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import refuse_lost_borders, stored_datasets
+from hf_packing.rows.packing_trace import refuse_lost_borders, refuse_lost_first_labels, stored_datasets
 
 
 def active_loader() -> Any:
@@ -36,25 +36,27 @@ _checked: "WeakSet[Any]" = WeakSet()
 """The data loaders that were checked."""
 
 
-def check_loader(segments: int) -> None:
+def check_loader(segments: int, needs_first_labels: bool) -> None:
     """Check the data loader that is being read, if the rows of its dataset are packed.
 
     Args:
         segments: number of segments in the batch. If there are more of them than rows were read, the borders of packed
             rows are known, however the caller has found them.
+        needs_first_labels: whether the model needs the labels of first tokens, as classifiers of tokens do.
 
     Raises:
-        PackingError: the rows of the dataset have lost their borders.
+        PackingError: the rows of the dataset have lost their borders, or labels that the model needs.
     """
     loader = active_loader()
     if loader is None or loader in _checked:
         return
     rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if rows_read is None or segments <= rows_read:
-        for dataset in stored_datasets(getattr(loader, "dataset", None)):
-            form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)
-            if isinstance(form, dict) and not form["output_all_columns"]:
-                names = form["columns"]
-            if names:  # None of some streams
-                refuse_lost_borders(dataset, names)
+    for dataset in stored_datasets(getattr(loader, "dataset", None)):
+        if needs_first_labels:
+            refuse_lost_first_labels(dataset)
+        form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)
+        if isinstance(form, dict) and not form["output_all_columns"]:
+            names = form["columns"]
+        if names and (rows_read is None or segments <= rows_read):  # no names of some streams
+            refuse_lost_borders(dataset, names)
     _checked.add(loader)

@@ -50,12 +50,14 @@ class LongestSegment(DynamicInt):
         fillers: number of these segments that only fill up the batch, at its end.
         part: which part of its row the batch has, if several ranks run the row together; its segments are then pieces.
         multiple: the number of tokens was filled up to a multiple of this number.
+        first_labels: whether first tokens keep their labels, for models that do not predict the next token.
     """
 
     lengths: tuple[int, ...]
     fillers: int
     part: RowPart | None
     multiple: int
+    first_labels: bool
 
     def __new__(
         cls,
@@ -64,13 +66,15 @@ class LongestSegment(DynamicInt):
         fillers: int = 0,
         part: RowPart | None = None,
         multiple: int = 1,
+        first_labels: bool = False,
     ) -> "LongestSegment":
         self = super().__new__(cls, longest)
-        self.lengths, self.fillers, self.part, self.multiple = tuple(lengths), fillers, part, multiple
+        self.lengths, self.fillers, self.part = tuple(lengths), fillers, part
+        self.multiple, self.first_labels = multiple, first_labels
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LongestSegment, (int(self), self.lengths, self.fillers, self.part, self.multiple)
+        return LongestSegment, (int(self), *(getattr(self, name) for name in LongestSegment.__annotations__))
 
     __repr__ = int.__repr__
 
@@ -269,13 +273,13 @@ def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str
     """
     if longest is None or batch[MAX_LENGTHS[0]] <= longest:
         return dict(batch)
-    whole = batch[MAX_LENGTHS[0]].lengths
-    lengths = [min(length - begin, longest) for length in whole for begin in range(0, length, longest)]
+    whole = batch[MAX_LENGTHS[0]]
+    lengths = [min(length - begin, longest) for length in whole.lengths for begin in range(0, length, longest)]
     positions = batch[POSITION_IDS] % longest
     return {
         **batch,
         POSITION_IDS: positions,
-        **borders_of(LongestSegment(longest, lengths), positions.device),
+        **borders_of(LongestSegment(longest, lengths, first_labels=whole.first_labels), positions.device),
         SEQ_IDX: number_segments(positions, batch[SEQ_IDX] >= 0),
     }
 
@@ -297,7 +301,8 @@ def part_of(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
     """
     places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
     own = {name: values[:, places] for name, values in batch.items() if name not in _OF_SEGMENTS}
-    return {**own, **borders_of(LongestSegment(max(lengths), lengths, part=part))}
+    kept = batch[MAX_LENGTHS[0]].first_labels
+    return {**own, **borders_of(LongestSegment(max(lengths), lengths, part=part, first_labels=kept))}
 
 
 def part_in(batch: Mapping[str, Any]) -> RowPart | None:
@@ -347,7 +352,9 @@ def fill_up(
         )
     filled = with_fillers(batch, fillers) if fillers else batch
     known = filled[MAX_LENGTHS[0]]
-    known = LongestSegment(tokens or int(known), known.lengths, known.fillers, multiple=align_tokens)
+    known = LongestSegment(
+        tokens or int(known), known.lengths, known.fillers, multiple=align_tokens, first_labels=known.first_labels
+    )
     return {**filled, **borders_of(known, empty=(max_segments or needed) - needed)}
 
 
@@ -357,7 +364,8 @@ def with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str, 
     Filled tokens repeat the first token of the batch, since a pad token changes the result of some models. They have
     the label -100, the index PADDING_SEGMENT, and 0 in other columns.
     """
-    lengths, number = [*batch[MAX_LENGTHS[0]].lengths, *fillers], sum(fillers)
+    known = batch[MAX_LENGTHS[0]]
+    lengths, number = [*known.lengths, *fillers], sum(fillers)
     first: dict[str, int] = {INPUT_IDS: int(batch[INPUT_IDS][0, 0]), LABELS: IGNORED_LABEL, SEQ_IDX: PADDING_SEGMENT}
     filled = {
         name: F.pad(values, (0, number), value=first.get(name, 0))
@@ -365,7 +373,8 @@ def with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str, 
         if name not in _OF_SEGMENTS
     }
     filled[POSITION_IDS] = torch.from_numpy(positions_of(lengths, len(fillers)))[None]
-    return {**batch, **filled, **borders_of(LongestSegment(max(lengths), lengths, len(fillers)))}
+    known = LongestSegment(max(lengths), lengths, len(fillers), first_labels=known.first_labels)
+    return {**batch, **filled, **borders_of(known)}
 
 
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)

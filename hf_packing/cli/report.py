@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hf_packing.checks import expect
 from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed
 from hf_packing.columns import INPUT_IDS
@@ -32,6 +33,8 @@ def run(given: argparse.Namespace) -> int:
         say_packed(packed, given.json)
         return 0
     if (origin := Origin.beside(Path(given.data))) is not None:
+        planned = "for rows that are packed, whose plan is printed"
+        expect(None, planned, output=given.output, strategy=given.strategy, tokenizer=given.tokenizer)
         metrics, trained = origin.plan.metrics(), origin.facts["trained_tokens"]
         if given.json:
             print_json({"trained_tokens": trained, **vars(metrics)})

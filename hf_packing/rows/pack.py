@@ -236,7 +236,7 @@ def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packi
     known = dataset.info
     info = datasets.DatasetInfo(known.description, known.citation, known.homepage, known.license)
     if packing.fewest_shared is None and plan.num_segments > plan.num_packs:
-        info.description = with_trace(info.description)
+        info.description = with_trace(info.description, packing.keep_first_labels)
     return info
 
 

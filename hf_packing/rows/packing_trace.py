@@ -11,18 +11,30 @@ from typing import Any
 from hf_packing.columns import SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 
-_TRACE = "Packed by hf_packing: "
+_TRACE, _KEPT = "Packed by hf_packing: ", ", with the labels of first tokens"
+
+LOST_FIRST_LABELS = (
+    "labels: expected labels at first tokens for a model that does not predict the next token, got {}. pack and "
+    "PackingCollator take these labels away, which causal language models cannot predict; pass keep_first_labels=True "
+    "to both, or fn_kwargs={{'keep_first_labels': True}} to map(strategy)"
+)
 
 
-def with_trace(description: str) -> str:
-    """Return the description of a dataset with the trace of packing."""
-    return f"{description}\n\n{_TRACE}several documents in a row.".lstrip()
+def with_trace(description: str, first_labels: bool) -> str:
+    """Return the description of a dataset with the trace of packing, and whether first tokens keep their labels."""
+    return f"{description}\n\n{_TRACE}several documents in a row{_KEPT * first_labels}.".lstrip()
 
 
 def is_packed(dataset: Any) -> bool:
     """Return whether a dataset has the trace of packing; those of other libraries than `datasets` have none."""
     description = getattr(getattr(dataset, "info", None), "description", None)
     return isinstance(description, str) and _TRACE in description
+
+
+def refuse_lost_first_labels(dataset: Any) -> None:
+    """Raise PackingError if a dataset is packed, and its first tokens have lost their labels."""
+    if is_packed(dataset) and _KEPT not in dataset.info.description:
+        raise PackingError(LOST_FIRST_LABELS.format("rows that were packed without them"))
 
 
 def stored_datasets(dataset: Any) -> list[Any]:

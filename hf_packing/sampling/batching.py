@@ -135,6 +135,10 @@ def mean_over_max(own: npt.NDArray[Any], work: npt.NDArray[Any]) -> float:
     return float((own.mean(axis=1) / work.max(axis=1)).mean())
 
 
+CUT_WHEN_PACKED = "for packed rows, whose documents are cut by the max_length of the strategy when they are packed"
+"""Why packed rows take no max_length."""
+
+
 @dataclass(frozen=True, eq=False)
 class FittedRows:
     """The rows of a dataset that fit into micro-batches: whole rows, or pieces of rows that were too long."""

@@ -6,10 +6,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from hf_packing.checks import check_optional_number, set_fields
+from hf_packing.checks import check_optional_number, expect, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Overflow, offsets_of
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, cut_rows, keep_rows
+from hf_packing.sampling.batching import (
+    CUT_WHEN_PACKED,
+    Batching,
+    Epoch,
+    EpochPlan,
+    FittedRows,
+    cut_rows,
+    keep_rows,
+)
 from hf_packing.sampling.sizes import RowSizes
 
 
@@ -77,7 +85,9 @@ class InOrder(Batching):
         return {unit: (has, most) for unit, (has, most) in limits.items() if most is not None}
 
     def fit(self, sizes: RowSizes) -> FittedRows:
-        if self.max_length is not None and not sizes.packed:
+        if self.max_length is not None and sizes.trees is None:
+            if sizes.packed:
+                expect(None, CUT_WHEN_PACKED, max_length=self.max_length)
             return cut_rows(sizes, self.max_length, self.overflow)
         for unit, (has, most) in self._limits(sizes).items():
             if self.rows_per_batch is None and (has > most).any():

@@ -19,7 +19,16 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import IntArray, Overflow
 from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, cut_rows, keep_rows
+from hf_packing.sampling.batching import (
+    CUT_WHEN_PACKED,
+    Batching,
+    Epoch,
+    EpochPlan,
+    FittedRows,
+    Shapes,
+    cut_rows,
+    keep_rows,
+)
 from hf_packing.sampling.fill import (
     Limits,
     fewest_micro_batches,
@@ -202,8 +211,7 @@ class TokenBudget(Batching):
         if sizes.trees is not None:
             expect(1, "for rows of trees", max_ranks_per_document=ranks)
         if sizes.packed and self.fewest_shared is None:
-            whole = "for packed rows, whose documents are cut by the max_length of the strategy when they are packed"
-            expect(None, whole, max_length=self.max_length)
+            expect(None, CUT_WHEN_PACKED, max_length=self.max_length)
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
         for unit, (has, most) in self._limited(sizes).items():

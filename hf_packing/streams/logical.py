@@ -222,4 +222,4 @@ def pack_stream(
     if streams is not None:
         check_shares(source.examples, streams)
     packed = PackedExamples(source.examples, StreamPacking(packing, window_packs, source.schema), streams or 0)
-    return upstream.stream_of(packed, like=stream)
+    return upstream.stream_of(packed, stream, packing.keep_first_labels)

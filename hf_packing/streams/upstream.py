@@ -80,17 +80,20 @@ def position(stream: datasets.IterableDataset) -> str:
     return f"in epoch {stream.epoch}" if stream.epoch else ""
 
 
-def stream_of(examples: Examples, like: datasets.IterableDataset) -> datasets.IterableDataset:
+def stream_of(
+    examples: Examples, like: datasets.IterableDataset, first_labels: bool = False
+) -> datasets.IterableDataset:
     """Return an IterableDataset of packed rows.
 
     Args:
         examples: the object that reads the rows.
+        first_labels: whether first tokens keep their labels.
         like: the stream of the documents, whose description, with the trace of packing, split, format, and share of a
             node the result gets.
     """
     known, features = like.info, examples.features
     info = datasets.DatasetInfo(
-        description=with_trace(known.description) if SEQ_LENGTHS in features else known.description,
+        description=with_trace(known.description, first_labels) if SEQ_LENGTHS in features else known.description,
         citation=known.citation,
         homepage=known.homepage,
         license=known.license,

@@ -144,6 +144,7 @@ def attach(
     if batching is None:
         stock = "if batching is None, since the trainer then makes its own batches"
         expect(None, stock, **of_packed_rows, loss_unit=loss_unit, match_documents_per_step=match_documents_per_step)
+        expect(None, f"{stock}; pass the model", model_init=getattr(trainer, "model_init", None))
         fewest_shared = check_fewest_shared(share_prefixes)
 
         def unpad(planned_from: PlannedFrom) -> UnpaddedModels:

@@ -24,8 +24,10 @@ from hf_packing.checks import check_type, expect
 from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.packing_trace import refuse_lost_first_labels
 from hf_packing.rows.token_columns import TokenColumn
 from hf_packing.training.losses import Loss
+from hf_packing.training.model_loss import predicts_next
 
 _BATCH_METHODS = (
     "get_train_dataloader",
@@ -179,6 +181,8 @@ def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
     inner, names = inner_model(model), (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
     if source.shares_prefixes or not sees_labels(inner):
         return
+    if not predicts_next(model):
+        refuse_lost_first_labels(source.dataset)
     read = [{name: np.asarray(row[name]) for name in names if name in row} for row in source.first_rows(_ROWS_READ)]
     if read := [row for row in read if len(row[INPUT_IDS])]:
         lost = None

@@ -139,13 +139,13 @@ class Head:
                 self.layer.forward = replaced
 
     def _return_logits(self, hidden: Any, *others: Any, **named: Any) -> Any:
-        self.has_graph = torch.is_grad_enabled()
         self.reason = self.reason or self._reason_of(hidden, *others, *named)
-        if self.reason:
+        # without gradients in training, as of a reference that may have other adapters when its logits are read
+        if self.reason or (self.layer.training and not torch.is_grad_enabled()):
             output = self._forward(hidden, *others, **named)
             is_known = type(output) is Tensor and output.shape[:2] == self.shape
             return Logits.of_values(self, output, self._places(output)) if is_known else output
-        kind = hidden.device.type
+        self.has_graph, kind = torch.is_grad_enabled(), hidden.device.type
         self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         like = self._forward(hidden[:, :1])[0, 0].detach()
         return Logits.later(self, hidden, self._places(like), (), like, hidden, *self.layer.parameters())

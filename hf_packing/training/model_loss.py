@@ -24,6 +24,7 @@ from hf_packing.attention import (
     inner_model,
     input_device,
     is_patched,
+    predicts_tokens,
     random_documents,
     restored_random_state,
     sees_labels,
@@ -31,7 +32,8 @@ from hf_packing.attention import (
     takes_argument,
 )
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.checks import expect
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, MAX_LENGTHS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import (
@@ -72,6 +74,11 @@ class WholeStep:
     def of(cls, model: nn.Module, batch: Batch, loss: Loss) -> "WholeStep":
         """Return a packed batch or a batch of trees, of a PackingCollator or as `with_share` returns it."""
         labels, inputs = batch[labels_key(batch)], inputs_of_model(batch)
+        kept = getattr(batch.get(MAX_LENGTHS[0]), "first_labels", None)
+        inner = inner_model(model)
+        if kept not in (None, sees_labels(inner)) and predicts_tokens(inner) and kept == predicts_next(model):
+            how = "predicts" if kept else "does not predict"
+            expect(not kept, f"in PackingCollator, since the model {how} the next token", keep_first_labels=kept)
         if WEIGHTS not in batch and loss == "token" and not is_tree_batch(batch):
             own = (labels != IGNORED_LABEL).sum()
             labels = labels.clone()

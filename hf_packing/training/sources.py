@@ -85,7 +85,8 @@ class Reading:
         if args.remove_unused_columns:
             asked = copy.copy(trainer)  # which keeps the columns
             asked._set_signature_columns_if_needed()
-            takes = asked._signature_columns.__contains__
+            # Trainer always adds the names of labels, also for a forward without them
+            takes = ({*asked._signature_columns} - {"label", "label_ids"}).__contains__
         applies_masks, unread = sft_trainer_of(trainer) is not None, _unread_by(trainer.model)
         if applies_masks and not trainer.completion_only_loss:  # it trains on prompts, too
             unread = (*unread, COMPLETION_MASK)
@@ -231,6 +232,7 @@ def open_source(
     if in_order is None:
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=loss)
         planned_from.note_settings(shuffles_of_numpy=shuffles_of_numpy())
+    _refuse_columns_of_documents(dataset, reading.takes)
     if isinstance(dataset, datasets.IterableDataset):
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
@@ -276,18 +278,18 @@ def passed_on(data: Any, takes: Takes) -> list[str]:
     return [name for name in _columns_of_numbers(data) if takes(name)]
 
 
-def check_columns(who: str, data: Any, takes: Takes) -> None:
-    """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on.
-
-    Raises:
-        PackingError: a column has one number for each document, and the model or the loss takes it.
-    """
+def _refuse_columns_of_documents(data: Any, takes: Takes) -> None:
+    """Raise PackingError if a column has one number for each document, and the model or the loss takes it."""
     if found := [name for name in _columns_of_numbers(data, of_documents=True) if takes(name)]:
         raise PackingError(
             f"column {found[0]!r}: expected a number for each token, since the model's forward or compute_loss takes "
             "this column, got one for each document, which has no place in a packed row. Repeat it, as in "
             f"dataset.map(lambda row: {{{found[0]!r}: [row[{found[0]!r}]] * len(row['input_ids'])}}), or remove it"
         )
+
+
+def check_columns(who: str, data: Any, takes: Takes) -> None:
+    """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on."""
     if left_out := sorted(name for name in _columns_of_numbers(data) if not takes(name)):
         way_out = " To read them in compute_loss, set remove_unused_columns=False" if who == "attach" else ""
         warnings.warn(
@@ -300,13 +302,13 @@ def check_columns(who: str, data: Any, takes: Takes) -> None:
 def _columns_of_numbers(data: Any, of_documents: bool = False) -> list[str]:
     """Return the columns with a number for each token, or for each document, that packing does not know."""
     if isinstance(data, datasets.IterableDataset):
-        data = data.features or datasets.Features()
+        data = data.features or data
     elif shows_table(data):
         data = datasets.Features({name: data.features[name] for name in visible_columns(data)})
     if isinstance(data, datasets.Features):
         is_found = is_number if of_documents else is_token_type
         return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_found(each.type)]
-    row = data[0] if len(data) else {}
+    row: Any = next(iter(data), {})
     values = row.items() if isinstance(row, Mapping) else ()
     return [
         name

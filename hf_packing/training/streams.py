@@ -33,6 +33,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing import Packing
+from hf_packing.sampling.batching import CUT_WHEN_PACKED
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
@@ -134,6 +135,7 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
         )
     if batching is None:
         return streams, 1, capacity
+    expect(None, CUT_WHEN_PACKED, max_length=batching.max_length)
     if fewest_shared is not None:
         expect(1, "for rows of trees", align_tokens=batching.align_tokens)
     batching.check_holds("max_tokens", capacity, "the capacity of the packed rows")

@@ -5,6 +5,8 @@ import torch
 from model_state import state_of
 from tiers import fast_only
 from tiny_models import SUPPORTED, build
+from transformers import BertModel, BertPreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
@@ -66,6 +68,31 @@ def test_the_backbone_of_a_classifier_is_checked_on_packed_rows(kind):
     report = hfp.check_isolation(model)
     assert not report.isolated
     assert "changing one document changed the logits of another document" in report.reason
+
+
+class Tagger(BertPreTrainedModel):
+    """A model whose backbone is not where `base_model_prefix` says."""
+
+    base_model_prefix = ""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.encoder, self.head = BertModel(config), torch.nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.encoder.get_input_embeddings()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None):
+        hidden = self.encoder(input_ids, attention_mask=attention_mask, position_ids=position_ids)[0]
+        return SequenceClassifierOutput(logits=self.head(hidden.mean(1)))
+
+
+def test_a_stock_model_is_not_called_isolated_by_padded_rows():
+    model = Tagger(tiny_model("bert", "sequence classification").config)
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert "neither the model nor its backbone can be called on packed rows" in report.reason
 
 
 def test_what_was_not_measured_is_not_shown():

@@ -95,6 +95,17 @@ def test_an_encoder_decoder_is_refused(capsys):
 
 
 @pytest.mark.slow
+def test_a_size_that_a_small_model_derives(capsys, tmp_path):
+    """Of a hidden size that a small copy keeps."""
+    config = tiny_model("zamba2", "causal").config
+    assert config.hidden_size == 64
+    assert main(["check", saved(tmp_path / "model", config, ["Zamba2ForCausalLM"])]) == 0
+    config = tiny_model("bart", "sequence classification").config
+    assert main(["check", saved(tmp_path / "bart", config, ["BartForConditionalGeneration"])]) == 1
+    assert "an encoder-decoder takes two texts" in one_line(capsys.readouterr().out)
+
+
+@pytest.mark.slow
 def test_the_share_that_stays_packed_is_that_of_the_whole_model(capsys, tmp_path):
     config = tiny_model("jamba", "causal", intermediate_size=2000).config
     main(["check", saved(tmp_path / "model", config, ["JambaForCausalLM"])])

@@ -2,8 +2,10 @@
 error."""
 
 import json
+from functools import partial
 from itertools import pairwise
 
+import accelerate
 import datasets
 import numpy as np
 import pytest
@@ -101,7 +103,7 @@ def test_a_loss_without_first_labels_is_refused(kind):
         ]
         assert float(hfp.compute_loss(model, batch)) == pytest.approx(float(sum(alone)) / sum(LENGTHS), rel=1e-5)
     other = hfp.patch_model(tiny_model("bert", kind).train())
-    with pytest.raises(hfp.PackingError, match="labels: expected labels at first tokens for a model that does not pre"):
+    with pytest.raises(hfp.PackingError, match="keep_first_labels: expected True in PackingCollator, .* got False"):
         hfp.compute_loss(other, hfp.PackingCollator()(documents))
 
 
@@ -127,3 +129,61 @@ def test_a_masked_model_refuses_rows_that_lost_them(tmp_path):
     assert "labels" in next(iter(trainer(True).get_train_dataloader()))
     with pytest.raises(hfp.PackingError, match="labels: expected labels at first tokens"):
         trainer(False)
+
+
+LOST = "labels: expected labels at first tokens .*, got rows that were packed without them"
+
+
+@pytest.mark.parametrize("way", ["pack", "lazily", "stream"])
+def test_rows_of_pack_say_whether_they_lost_them(way, tmp_path):
+    """A guess from a few rows would need many segments, and labels at many of their second tokens."""
+    few = tagged().select(range(2)) if way != "stream" else tagged()
+    for keep in (True, False):
+        rows = WAYS[way](few, keep, tmp_path)
+        if way == "stream":
+            rows = hfp.pack(few.to_iterable_dataset(), hfp.BestFit(64), keep_first_labels=keep, streams=1)
+        made = trainer_of(tmp_path, model=tiny_model("bert", "masked"), data=rows)
+        if keep:
+            hfp.attach(made, hfp.TokenBudget(64))
+        else:
+            with pytest.raises(hfp.PackingError, match=LOST):
+                hfp.attach(made, hfp.TokenBudget(64))
+
+
+def test_rows_to_evaluate_on(tmp_path):
+    lost = hfp.pack(tagged().select(range(3)), hfp.BestFit(64))
+    made = trainer_of(tmp_path, model=tiny_model("bert", "masked"), data=tagged())
+    hfp.attach(made, hfp.TokenBudget(64))
+    with pytest.raises(hfp.PackingError, match=LOST):
+        made.evaluate(lost)
+    accelerator, model = accelerate.Accelerator(cpu=True), hfp.patch_model(tiny_model("bert", "masked"))
+    with pytest.raises(hfp.PackingError, match=LOST):
+        hfp.evaluation_loss(accelerator, model, lost)
+    with pytest.raises(hfp.PackingError, match=LOST):
+        hfp.prepare_dataloader(accelerator, lost, hfp.TokenBudget(64), model=model)
+
+
+def test_a_stock_trainer_refuses_rows_of_one_document(tmp_path):
+    rows = hfp.pack(tagged(), hfp.BestFit(64, max_documents=2))
+    model = hfp.patch_model(tiny_model("bert", "token classification"))
+    made = trainer_of(tmp_path, model=model, data=rows, per_device_train_batch_size=1)
+    made.data_collator = hfp.PackingCollator(keep_first_labels=True)
+    with pytest.raises(hfp.PackingError, match=LOST):
+        made.train()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_collator_for_another_model_is_refused(training):
+    documents = [{"input_ids": IDS[0], "labels": TAGS[0]}, {"input_ids": IDS[1], "labels": TAGS[1]}]
+    keeping, losing = (hfp.PackingCollator(keep_first_labels=keep)(documents) for keep in (True, False))
+    causal, masked, tagger = (
+        hfp.patch_model(tiny_model(*of)).train(training)
+        for of in (("llama", "causal"), ("bert", "masked"), ("bert", "token classification"))
+    )
+    hfp.compute_loss(causal, losing), hfp.compute_loss(masked, keeping), hfp.compute_loss(tagger, keeping)
+    assert causal(**keeping).loss.item() == causal(**losing).loss.item()
+    with pytest.raises(hfp.PackingError, match="keep_first_labels: expected False .* predicts the next .* got True"):
+        hfp.compute_loss(causal, keeping)
+    for of in (partial(hfp.compute_loss, masked), partial(hfp.compute_loss, tagger), lambda batch: tagger(**batch)):
+        with pytest.raises(hfp.PackingError, match="keep_first_labels: expected True .* does not predict .* got False"):
+            of(losing)

@@ -213,6 +213,38 @@ def test_adapters_on_the_output_layer(how):
     assert all(float(found[name].abs().max()) > 0 for name in trained)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # as above
+@pytest.mark.parametrize("reference_first", [True, False])
+def test_a_reference_pass_with_the_adapters_off(reference_first):
+    """Its logits are read when the adapters are on again, and those of the student after it."""
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["lm_head", "q_proj"])
+    torch.manual_seed(0)
+    model = peft.get_peft_model(patched("Llama", torch.float64), config).to(torch.float64).train()
+    batch = batch_for(model)
+    inputs = {name: each for name, each in batch.items() if name != "labels"}
+
+    def reference():
+        with torch.no_grad(), model.disable_adapter():
+            return model(**inputs).logits
+
+    def loss():
+        other = reference() if reference_first else None
+        student = model(**inputs).logits
+        other = reference() if other is None else other
+        return F.kl_div(student.log_softmax(-1), other.log_softmax(-1), log_target=True, reduction="batchmean")
+
+    found = []
+    for observed in (True, False):
+        model.zero_grad()
+        with observed_logits(model, batch["input_ids"].shape) if observed else nullcontext():
+            value = loss()
+        value.backward()
+        found.append((value.item(), gradients_of(model)))
+    assert found[1][0] > 0
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    assert largest_difference(found[0][1], found[1][1]) < 1e-9
+
+
 def test_a_frozen_model_below_a_trained_head_and_above_a_frozen_one():
     model = patched("Llama", torch.float64)
     model.requires_grad_(False)
@@ -592,7 +624,7 @@ def test_logits_that_are_read_without_a_graph_keep_theirs():
 
 
 def test_logits_are_printed_pickled_and_copied_as_tensors():
-    model = patched("Llama", torch.float64)
+    model = patched("Llama", torch.float64).eval()
     batch = batch_for(model)
     again = [
         lambda logits: pickle.loads(pickle.dumps({"logits": logits}))["logits"],  # made here

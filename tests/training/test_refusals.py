@@ -16,7 +16,7 @@ from datasets.distributed import split_dataset_by_node
 from documents_to_mask import TOKENIZER, collator
 from documents_to_mask import documents as to_mask
 from patched_models import patched, patched_once, patched_tiny
-from tiers import fast_only, slow
+from tiers import fast_only
 from tiny_models import build, with_loss_times
 from trainers import attached, documents, on_each_batch, tokenizer, trainer_of
 from transformers import (
@@ -151,6 +151,10 @@ ATTACH = [
     ("share_prefixes", lambda of: hfp.attach(of(), BUDGET, share_prefixes=True)),
     ("dataset", lambda of: hfp.attach(of(), hfp.BucketBatches(64))),
     ("max_tokens", lambda of: hfp.attach(of(), hfp.TokenBudget(8))),
+    (
+        "trainer.model: BartForConditionalGeneration",
+        lambda of: hfp.attach(of(model=tiny_model("bart", "masked")), BUDGET),
+    ),
     ("match_documents_per_step", lambda of: hfp.attach(of(), hfp.BucketBatches(64), match_documents_per_step=4)),
     ("average_tokens_across_devices", lambda of: hfp.attach(of(average_tokens_across_devices=False), BUDGET)),
     ("auto_find_batch_size", lambda of: hfp.attach(of(auto_find_batch_size=True), BUDGET)),
@@ -346,6 +350,16 @@ class InEpochs(list):
 
 WEIGHTED = DATA.add_column("weight", [float(number) for number in range(45)])
 KEEPING = {"remove_unused_columns": False}
+
+
+def without_features(data):
+    return datasets.IterableDataset.from_generator(lambda: iter(data))
+
+
+def packed_stream():
+    return hfp.pack(DATA.to_iterable_dataset(), hfp.BestFit(64), streams=1)
+
+
 BESIDE = [
     ("train_dataset", lambda of: hfp.attach(of(data=InEpochs(DATA)), BUDGET)),
     ("eval_dataset", lambda of: of.attached().evaluate(InEpochs(DATA))),
@@ -355,7 +369,16 @@ BESIDE = [
     ("column 'weight'", lambda of: hfp.attach(of(data=[*WEIGHTED], **KEEPING), BUDGET)),
     ("column 'weight'", lambda of: hfp.attach(of(data=WEIGHTED.to_iterable_dataset(), **KEEPING), BUDGET)),
     ("column 'weight'", lambda of: hfp.attach(of(OwnLoss, data=WEIGHTED, **KEEPING), BUDGET)),
+    ("column 'weight'", lambda of: hfp.attach(of(data=without_features(WEIGHTED), **KEEPING), BUDGET)),
+    ("column 'weight'", lambda of: of.attached(**KEEPING).evaluate(WEIGHTED)),
+    ("column 'weight'", lambda of: of.attached(**KEEPING).predict(WEIGHTED)),
     ("hyperparameter_search", lambda of: of.attached().hyperparameter_search(n_trials=1)),
+    ("model_init", lambda of: hfp.attach(of(on={"model_init": patched}), None)),
+    ("max_length", lambda of: hfp.attach(of(data=packed_stream()), hfp.TokenBudget(64, max_length=9))),
+    (
+        "max_length",
+        lambda of: of.attached(hfp.TokenBudget(64, max_length=48)).evaluate(hfp.pack(DATA, hfp.BestFit(64))),
+    ),
 ]
 
 
@@ -398,7 +421,6 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
         ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
-        slow("BartModel", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
         ("data_collator", lambda of: masking_labels(of).train()),

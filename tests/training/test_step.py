@@ -786,6 +786,26 @@ def test_metrics_and_counts_of_a_trainer_are_those_of_its_own_steps(tmp_path):
     assert logs[0] == logs[1]
 
 
+class LearnsItsWeight(Trainer):
+    """The weight of the loss is learned, and its mean is noted, by tensors that the trainer holds."""
+
+    def compute_loss(self, *given, **named):
+        loss = super().compute_loss(*given, **named)
+        self.mean.mul_(0.5).add_(loss.detach(), alpha=0.5)
+        return loss * torch.exp(-self.log_variance) + self.log_variance
+
+
+@pytest.mark.parametrize("prove", ["first batch", "model"])
+def test_tensors_of_the_trainer_are_as_after_one_step(tmp_path, prove):
+    trainer = trainer_of(tmp_path, LearnsItsWeight, build("Llama"), max_steps=1)
+    trainer.mean, trainer.log_variance = torch.zeros(()), nn.Parameter(torch.zeros(()))
+    hfp.attach(trainer, BUDGET, prove=prove)
+    trainer.train()
+    loss = trainer.state.log_history[0]["loss"]  # exp(0) and 0 leave it as it is
+    assert float(trainer.mean) == pytest.approx(loss / 2, rel=1e-3)
+    assert float(trainer.log_variance.grad) == pytest.approx(1 - loss, rel=1e-3)
+
+
 def test_collators_that_make_other_labels_are_refused(tmp_path):
     """transformers' own collator trains on no pad token, also where it ends a text."""
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 2], [8, 9, 2], [5, 5, 6, 7, 2]] * 4})
