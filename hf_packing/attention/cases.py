@@ -29,7 +29,6 @@ from hf_packing.attention.model import (
     distinctive_multiple,
     embedding_of,
     has_local_weights,
-    has_vocabulary,
 )
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
@@ -444,8 +443,6 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone.
         """
         failures: list[Exception] = []
-        if self.model.config.is_encoder_decoder and has_vocabulary(self.model):
-            raise NotCallableError(f"{type(self.model).__name__}: an encoder-decoder takes two texts, got one in a row")
         filled = [(distinctive_multiple(self.model), True)] if self.may_be_filled else []
         without_gradients = [(1, False)] if self.wants_gradients else []
         for multiple, needs_gradients in ((self.runner.multiple, True), *filled, *without_gradients):

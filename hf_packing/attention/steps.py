@@ -92,7 +92,7 @@ class StepRunner:
             stack.callback(held.restore)
             kept += [(each, each.grad) for each in held.tensors if each.is_leaf]
             for each in held.tensors:
-                if each.numel() <= MOST_KEPT:
+                if each.numel() <= MOST_KEPT and not each.is_inference():
                     stack.callback(each.detach().copy_, each.detach().clone())
             for model in self.models:
                 weights = WeightSnapshot(model)

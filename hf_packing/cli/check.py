@@ -92,6 +92,8 @@ def run(given: argparse.Namespace) -> int:
 
 def _check_patched(model: PreTrainedModel, itself: bool) -> IsolationReport:
     """Check a patched model itself, or its patched small copy, with the route of the model."""
+    if model.config.is_encoder_decoder and model.get_output_embeddings() is not None:
+        raise ModelNotSupportedError(f"{type(model).__name__}: an encoder-decoder takes two texts, got one in a row")
     if itself:
         return check_isolation(patch_model(model))
     copy = patched_copy_of(model)

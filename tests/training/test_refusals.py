@@ -16,7 +16,7 @@ from datasets.distributed import split_dataset_by_node
 from documents_to_mask import TOKENIZER, collator
 from documents_to_mask import documents as to_mask
 from patched_models import patched, patched_once, patched_tiny
-from tiers import fast_only
+from tiers import fast_only, slow
 from tiny_models import build, with_loss_times
 from trainers import attached, documents, on_each_batch, tokenizer, trainer_of
 from transformers import (
@@ -151,10 +151,6 @@ ATTACH = [
     ("share_prefixes", lambda of: hfp.attach(of(), BUDGET, share_prefixes=True)),
     ("dataset", lambda of: hfp.attach(of(), hfp.BucketBatches(64))),
     ("max_tokens", lambda of: hfp.attach(of(), hfp.TokenBudget(8))),
-    (
-        "trainer.model: BartForConditionalGeneration",
-        lambda of: hfp.attach(of(model=tiny_model("bart", "masked")), BUDGET),
-    ),
     ("match_documents_per_step", lambda of: hfp.attach(of(), hfp.BucketBatches(64), match_documents_per_step=4)),
     ("average_tokens_across_devices", lambda of: hfp.attach(of(average_tokens_across_devices=False), BUDGET)),
     ("auto_find_batch_size", lambda of: hfp.attach(of(auto_find_batch_size=True), BUDGET)),
@@ -421,6 +417,7 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
         ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
+        slow("BartModel", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
         ("data_collator", lambda of: masking_labels(of).train()),
