@@ -458,8 +458,9 @@ class RowCase(Case):
                     raise
                 except Exception as error:  # custom model code may raise anything
                     failures.append(error)
+        two_texts = "; an encoder-decoder takes two texts" if self.model.config.is_encoder_decoder else ""
         raise NotCallableError(
-            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}"
+            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}{two_texts}"
         ) from failures[0]
 
     def _examined(self, attention: str | None, needs_gradients: bool) -> Alone:

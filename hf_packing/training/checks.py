@@ -181,12 +181,18 @@ def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
     inner, names = inner_model(model), (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
     if source.shares_prefixes or not sees_labels(inner):
         return
-    if not predicts_next(model):
-        refuse_lost_first_labels(source.dataset)
     read = [{name: np.asarray(row[name]) for name in names if name in row} for row in source.first_rows(_ROWS_READ)]
     if read := [row for row in read if len(row[INPUT_IDS])]:
-        batch = PackingCollator(keep_first_labels=not predicts_next(model))(read)
+        lost = None
+        try:
+            batch = PackingCollator(keep_first_labels=True)(read)
+        except PackingError as error:  # labels of first tokens are lost
+            batch, lost = PackingCollator()(read), error
         refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
+        if lost is not None:
+            raise lost
+    if not predicts_next(model):
+        refuse_lost_first_labels(source.dataset)
 
 
 def masks_tokens(collator: Any) -> bool:

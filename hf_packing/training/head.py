@@ -124,6 +124,9 @@ class Head:
         """Why the logits of whole rows are computed; empty if they are not."""
         self.sums: list[Tensor] = []
         """The sum over labels of each cross-entropy of the logits, without a graph."""
+        self.is_read_later = False
+        """Whether logits are read after the forward. Without gradients in training, they are then computed at once, since
+        they may be those of a reference, with other adapters than when they are read."""
         self.has_graph = False
         """Whether the forward of the model is recorded for a backward pass."""
 
@@ -140,8 +143,7 @@ class Head:
 
     def _return_logits(self, hidden: Any, *others: Any, **named: Any) -> Any:
         self.reason = self.reason or self._reason_of(hidden, *others, *named)
-        # without gradients in training, as of a reference that may have other adapters when its logits are read
-        if self.reason or (self.layer.training and not torch.is_grad_enabled()):
+        if self.reason or (self.is_read_later and self.layer.training and not torch.is_grad_enabled()):
             output = self._forward(hidden, *others, **named)
             is_known = type(output) is Tensor and output.shape[:2] == self.shape
             return Logits.of_values(self, output, self._places(output)) if is_known else output

@@ -78,7 +78,8 @@ class WholeStep:
         inner = inner_model(model)
         if kept not in (None, sees_labels(inner)) and predicts_tokens(inner) and kept == predicts_next(model):
             how = "predicts" if kept else "does not predict"
-            expect(not kept, f"in PackingCollator, since the model {how} the next token", keep_first_labels=kept)
+            of_model = f"in PackingCollator, since the model {how} the next token; or pass it to prepare_dataloader"
+            expect(not kept, of_model, keep_first_labels=kept)
         if WEIGHTS not in batch and loss == "token" and not is_tree_batch(batch):
             own = (labels != IGNORED_LABEL).sum()
             labels = labels.clone()

@@ -148,7 +148,8 @@ class PackedTrainer(AttachedTrainer):
         of_model = is_tree_batch(inputs) or part_of_row(inputs) or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
-        with as_one_micro_batch(self), step.observed(model):
+        with as_one_micro_batch(self), step.observed(model) as head:
+            head.is_read_later = True
             found = own(model, dict(step.inputs), num_items_in_batch=step.items, **named)
         mean, *outputs = found if isinstance(found, tuple) else (found,)
         share = step.share_of(num_items_in_batch if trains else None)

@@ -488,7 +488,7 @@ def test_the_collator_of_the_trainer_has_the_multiples_of_the_batching(tmp_path)
             assert summary.filled == sum(filled) > 0
             assert f"{summary.filled:,} masked tokens fill up micro-batches" in str(summary)
         else:
-            with pytest.raises(hfp.PackingError, match="^data_collator: .* align_tokens=1, as in the batching, got 24"):
+            with pytest.raises(hfp.PackingError, match="^align_tokens: expected 24 in the batching, .* got 1"):
                 hfp.attach(trainer, hfp.TokenBudget(96, **batching))
 
 

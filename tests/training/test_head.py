@@ -236,7 +236,9 @@ def test_a_reference_pass_with_the_adapters_off(reference_first):
     found = []
     for observed in (True, False):
         model.zero_grad()
-        with observed_logits(model, batch["input_ids"].shape) if observed else nullcontext():
+        with observed_logits(model, batch["input_ids"].shape) if observed else nullcontext() as head:
+            if observed:
+                head.is_read_later = True  # as by the compute_loss of a trainer
             value = loss()
         value.backward()
         found.append((value.item(), gradients_of(model)))
@@ -624,7 +626,7 @@ def test_logits_that_are_read_without_a_graph_keep_theirs():
 
 
 def test_logits_are_printed_pickled_and_copied_as_tensors():
-    model = patched("Llama", torch.float64).eval()
+    model = patched("Llama", torch.float64)
     batch = batch_for(model)
     again = [
         lambda logits: pickle.loads(pickle.dumps({"logits": logits}))["logits"],  # made here

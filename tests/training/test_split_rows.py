@@ -380,7 +380,7 @@ REFUSED = {
     "more ranks than there are": f"{DIVIDING}, got 4",
     "a long document": "max_tokens: row 0 has 97 tokens, but a row on 2 ranks may have at most 96",
     "fixed shapes": f"{ONE} for batches of fixed shapes",
-    "a stream": f"{ONE} for a stream, got 2",
+    "a stream": f"{ONE} for a stream, since only documents of a map-style dataset can be on several ranks, got 2",
     "trees": f"{ONE} for rows of trees, got 2",
     "no model": "model: expected the model that is trained, for documents on several ranks",
     "biases": "BloomAttention gets a tensor with a value for each pair of",

@@ -371,7 +371,7 @@ def sft(folder, processor, chats, **changes):
 def test_texts_that_the_collator_may_cut_are_refused(processor, chats, tmp_path):
     trainer = sft(tmp_path, processor, chats)
     trainer.args.max_length = 1024
-    with pytest.raises(hfp.PackingError, match="max_length: expected None with pictures, got 1024"):
+    with pytest.raises(hfp.PackingError, match="max_length: expected None with .* pictures, .* got 1024"):
         hfp.attach(trainer, hfp.TokenBudget(200))
 
 
