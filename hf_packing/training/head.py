@@ -125,7 +125,7 @@ class Head:
         self.sums: list[Tensor] = []
         """The sum over labels of each cross-entropy of the logits, without a graph."""
         self.is_read_later = False
-        """Whether logits are read after the forward. Without gradients in training, they are then computed at once, since
+        """Whether logits are read after the forward. Without gradients in training, they are then computed at once:
         they may be those of a reference, with other adapters than when they are read."""
         self.has_graph = False
         """Whether the forward of the model is recorded for a backward pass."""
