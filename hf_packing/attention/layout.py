@@ -439,11 +439,10 @@ def check_has_first_labels(inputs: Arguments) -> None:
 
 def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
     """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
-    predict from the document before. PackingCollator makes them only if it is told to."""
+    predict from the document before. PackingCollator makes such labels only if it is told to."""
     labels = inputs.get("labels")
-    longest = inputs.get(MAX_LENGTHS[0])
-    has_none = isinstance(longest, LongestSegment) and not longest.first_labels
-    if has_none or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
+    is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
+    if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
     return {**inputs, "labels": labels.index_fill(1, first, IGNORED_LABEL)}

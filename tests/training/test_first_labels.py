@@ -181,7 +181,6 @@ def test_a_collator_for_another_model_is_refused(training):
         for of in (("llama", "causal"), ("bert", "masked"), ("bert", "token classification"))
     )
     hfp.compute_loss(causal, losing), hfp.compute_loss(masked, keeping), hfp.compute_loss(tagger, keeping)
-    assert causal(**keeping).loss.item() == causal(**losing).loss.item()
     with pytest.raises(hfp.PackingError, match="keep_first_labels: expected False .* predicts the next .* got True"):
         hfp.compute_loss(causal, keeping)
     for of in (partial(hfp.compute_loss, masked), partial(hfp.compute_loss, tagger), lambda batch: tagger(**batch)):
