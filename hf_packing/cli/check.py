@@ -108,7 +108,7 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
     """
     name, code = given.model, {"trust_remote_code": given.trust_remote_code}
     config = AutoConfig.for_model(name) if _is_architecture(given) else AutoConfig.from_pretrained(name, **code)
-    head = _head_of(config)
+    head = _head_of(config, given.trust_remote_code)
     if given.weights:
         model, info = head.from_pretrained(name, output_loading_info=True, **code)
         missing = len(info["missing_keys"])
@@ -123,10 +123,17 @@ def _is_architecture(given: argparse.Namespace) -> bool:
     return given.model in CONFIG_MAPPING and not given.weights and not Path(given.model).exists()
 
 
-def _head_of(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that a configuration names or, if there is none, an Auto class: that of masked
-    language models if these have the configuration, else of causal ones, else of encoder-decoders."""
-    if hasattr(transformers, named := (config.architectures or [""])[0]):
-        return getattr(transformers, named)
-    heads = (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM)
-    return next((head for head in heads if type(config) in head._model_mapping), AutoModelForCausalLM)
+def _head_of(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
+    """Return the class of transformers that a configuration names or, if there is none, an Auto class.
+
+    The Auto class is that of masked language models if these have the configuration, else of causal ones, else of
+    encoder-decoders. It also loads the code that comes with a model, which is preferred if it may run.
+    """
+    brought = getattr(config, "auto_map", None) or {}
+    named = config.architectures or [""]
+    if hasattr(transformers, named[0]) and not (trust_remote_code and brought):
+        return getattr(transformers, named[0])
+    for head in (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        if type(config) in head._model_mapping or head.__name__ in brought:
+            return head
+    return AutoModelForCausalLM
