@@ -229,7 +229,7 @@ def _names_in(code: CodeType) -> list[str]:
 
 
 MOST_KEPT = 2**16
-"""`WeightSnapshot` copies buffers, and tensors that hooks hold, in advance if they have at most so many entries. Some
+"""Buffers, and tensors that hooks or trainers hold, are copied in advance if they have at most so many entries. Some
 kernels, such as BatchNorm's, write to small buffers without a call that `WeightSnapshot` could intercept, and hooks
 also run in backward passes. Larger buffers are tables, or the weights of quantized models."""
 

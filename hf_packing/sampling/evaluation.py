@@ -85,9 +85,9 @@ class InOrder(Batching):
         return {unit: (has, most) for unit, (has, most) in limits.items() if most is not None}
 
     def fit(self, sizes: RowSizes) -> FittedRows:
-        if self.max_length is not None and sizes.trees is None:
-            if sizes.packed:
-                expect(None, CUT_WHEN_PACKED, max_length=self.max_length)
+        if sizes.packed:
+            expect(None, CUT_WHEN_PACKED, max_length=self.max_length)
+        if self.max_length is not None:
             return cut_rows(sizes, self.max_length, self.overflow)
         for unit, (has, most) in self._limits(sizes).items():
             if self.rows_per_batch is None and (has > most).any():

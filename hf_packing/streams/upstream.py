@@ -80,9 +80,7 @@ def position(stream: datasets.IterableDataset) -> str:
     return f"in epoch {stream.epoch}" if stream.epoch else ""
 
 
-def stream_of(
-    examples: Examples, like: datasets.IterableDataset, first_labels: bool = False
-) -> datasets.IterableDataset:
+def stream_of(examples: Examples, like: datasets.IterableDataset, first_labels: bool) -> datasets.IterableDataset:
     """Return an IterableDataset of packed rows.
 
     Args:

@@ -119,6 +119,7 @@ REFUSED = [
     (plan(hfp.TokenBudget(9, max_length=4), packs([4, 5], [0, 2])), "max_length: expected None for packed .* got 4"),
     (lambda: hfp.TokenBudget(9, max_length=10), "max_length: expected .* 9, got 10"),
     (plan(InOrder(2, max_length=4), packs([4, 5], [0, 2])), "max_length: expected None for packed .* got 4"),
+    (plan(InOrder(2, max_length=4), sizes_of(Plain([TREE] * 4))), "max_length: expected None for packed .* got 4"),
     (plan(hfp.TokenBudget(8, overflow="split"), packs([4, 5], [0, 2])), "max_tokens: row 0 has 9 .* pack into rows"),
     (plan(hfp.TokenBudget(10, max_documents=2), packs([2] * 7, [0, 2, 5, 7])), "max_documents: row 1 has 3 .* 2 "),
     (plan(hfp.TokenBudget(50, max_patches=60), PICTURES), "max_patches: row 1 has 90 patches, .* at most 60 "),
