@@ -4,6 +4,7 @@ A folder is written under another name, and renamed when it is complete.
 """
 
 import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,10 +13,31 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from hf_packing.errors import PackingError
+
 _TAGS = ("ETag", "etag", "xet_hash", "blob_id", "version_id", "sha256", "md5Hash", "content_md5")
 """Names, in fsspec's `info`, of what an object store says of the content of a file."""
 _TIMES = ("LastModified", "updated", "mtime")
 """Names, in fsspec's `info`, of the time when a file was changed."""
+
+
+def file_system(name: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system of a path or URL, and the path within it. A name in a folder that exists is a path.
+
+    Args:
+        name: a path or URL.
+        options: arguments for file systems that are not local.
+    """
+    if os.path.isdir(os.path.dirname(name) or "."):
+        return LocalFileSystem(), os.path.abspath(name)
+    try:
+        system, path = url_to_fs(name, **options)
+    except (ValueError, ImportError) as error:
+        raise PackingError(f"expected a local path or a URL that fsspec can open, got {name!r}: {error}") from None
+    return system, path
 
 
 def size_and_version(system: Any, path: str, times: bool) -> tuple[int | None, str]:

@@ -15,7 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
     if path.is_file() and not formats:
         raise ValueError(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
     if formats:
-        rows = datasets.load_dataset(formats[-1], data_files=files, split="train")
+        rows = datasets.load_dataset(formats[-1], data_files=list(map(escape, files)), split="train")
     else:
         rows = datasets.load_from_disk(data) if path.is_dir() else datasets.load_dataset(data, split="train")
     if missing := [name for name in columns if name not in rows.column_names]:

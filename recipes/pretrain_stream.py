@@ -18,7 +18,7 @@ at the end. All other flags are those of TrainingArguments: --report_to tensorbo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from glob import glob
+from glob import escape, glob
 from itertools import chain
 from pathlib import Path
 
@@ -100,11 +100,12 @@ def open_sources(data: Sequence[str]) -> dict[str, datasets.IterableDataset]:
     sources = {}
     for source in data:
         name, _, pattern = source.partition("=")
-        files, suffix = sorted(glob(pattern)), Path(pattern).suffix
+        files, suffix = [pattern] if Path(pattern).is_file() else sorted(glob(pattern)), Path(pattern).suffix
         if not files or suffix not in common.FORMATS:
             endings = ", ".join(common.FORMATS)
             raise ValueError(f"--data: expected NAME=FILES, with files ending in {endings}, got {source!r}")
-        rows = datasets.load_dataset(common.FORMATS[suffix], data_files=files, split="train", streaming=True)
+        names = list(map(escape, files))
+        rows = datasets.load_dataset(common.FORMATS[suffix], data_files=names, split="train", streaming=True)
         sources[name] = rows.reshard() if suffix == ".parquet" else rows
     return sources
 

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from hf_packing.cli.flags import STRATEGIES, in_flags, say, say_warning
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.text.render import TRAIN_ON
 
-BAD_INPUT, INTERRUPTED = 2, 130
-"""Exit codes for bad input, and for Ctrl+C."""
+BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
+"""Exit codes for bad input, for Ctrl+C, and for a reader of the output that has closed it."""
+_LENGTHS = "--max-length"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,17 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 after success, 1 for a model that does not isolate documents, 2 for bad input, 130 after
-            Ctrl+C.
+            Ctrl+C, 141 if the reader of the output has closed it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        given = _parser().parse_args(arguments)
+        given = _parser().parse_args(_one_length_each(sys.argv[1:] if arguments is None else arguments))
         with warnings.catch_warnings():
             warnings.showwarning = say_warning
             # imported here, since --help needs neither torch nor transformers
             code: int = import_module(f"hf_packing.cli.{given.command}").run(given)
+            sys.stdout.flush()
         return code
+    except BrokenPipeError:  # whoever reads the output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     except (PackingError, MissingDependencyError) as error:
         say(f"error: {in_flags(str(error))}")
     except (OSError, UnicodeError, pa.ArrowException) as error:  # errors of files or the disk
@@ -47,6 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("error: interrupted")
         return INTERRUPTED
     return BAD_INPUT
+
+
+def _one_length_each(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with --max-length before each of its numbers, so that DATA may follow them."""
+    found: list[str] = []
+    in_lengths = False
+    for each in arguments:
+        in_lengths = each == _LENGTHS or (in_lengths and each.isdecimal())
+        if in_lengths and each != _LENGTHS and found[-1] != _LENGTHS:
+            found.append(_LENGTHS)
+        found.append(each)
+    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,11 +95,11 @@ def _add_report(commands: Any) -> None:
     )
     _add_documents(command)
     command.add_argument(
-        "--max-length",
+        _LENGTHS,
         type=_positive,
         metavar="N",
-        nargs="+",
-        default=[2048, 4096, 8192],
+        nargs=1,
+        action="extend",
         help="the most tokens that a row may have; one number or several (default: 2048 4096 8192)",
     )
     command.add_argument(
@@ -120,11 +138,11 @@ def _add_pack(commands: Any) -> None:
         help=f"strategy, one of {', '.join(STRATEGIES)} (default: %(default)s)",
     )
     command.add_argument(
-        "--max-length",
+        _LENGTHS,
         type=_positive,
         metavar="N",
-        nargs="+",
-        default=[4096],
+        nargs=1,
+        action="extend",
         help="the most tokens that a row may have; several numbers for strategies with buckets (default: 4096)",
     )
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
@@ -187,7 +205,9 @@ def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -
         help="tokenizer: a name on the hub, a folder, or a tokenizer.json file; needed unless rows have input_ids",
     )
     command.add_argument(
-        "--field", help="field with the text (default: the first found of text, prompt and completion, messages)"
+        "--field",
+        help="field with the text or the messages (default: the first found of prompt and completion, messages, "
+        "conversations, text)",
     )
     command.add_argument(
         "--skip-bad",
@@ -198,6 +218,11 @@ def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -
         "--no-eos",
         action="store_true",
         help="append no end-of-sequence token to texts (default: append an end-of-sequence token)",
+    )
+    command.add_argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="add no special tokens of the tokenizer to texts, which have them already (default: add them)",
     )
     command.add_argument("--separator", metavar="TEXT", help="text between a prompt and its completion (default: none)")
     command.add_argument(

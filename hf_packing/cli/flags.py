@@ -18,6 +18,7 @@ _FLAGS = {
     "text_field": "--field",
     "skip_bad=True": "--skip-bad",
     "train_on": "--train-on",
+    "add_special_tokens=False": "--no-special-tokens",
     "share_prefixes": "--share-prefixes",
     "keep_first_labels": "--keep-first-labels",
     "glob=": "--glob ",
@@ -46,18 +47,14 @@ def read_documents(data: str, given: argparse.Namespace, folder: str) -> tuple[A
     tokenizer = _tokenizer_of(given)
     with tqdm(desc="Tokenizing", unit=" documents", delay=1, leave=False, disable=None) as progress:
         tokens = documents.tokens(tokenizer, Path(folder, "tokens.arrow"), progress.update)
-    if documents.texts and tokenizer.end is None and not given.no_eos:
-        say_warning(f"{given.tokenizer} has no end-of-sequence token, so no such token is appended to documents")
-    if documents.lacking:
-        say_warning(
-            f"{documents.lacking:,} chats lack content, thinking or tool calls, which the chat template leaves out"
-        )
+    for remark, number in documents.remarks.items():
+        say_warning(f"{number:,} rows {remark}")
     return tokens, documents.skipped
 
 
 def _tokenizer_of(given: argparse.Namespace) -> Any:
     """Return the TextTokenizer that the flags describe; None without a tokenizer."""
-    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
+    from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
 
     options = {"text_field": given.field, "separator": given.separator, "train_on": given.train_on}
     if given.tokenizer is None:
@@ -65,7 +62,8 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
             raise PackingError(f"tokenizer: expected one for {unused[0]}, got none")
         return None
     loaded = load_tokenizer(given.tokenizer, given.trust_remote_code)
-    return text_tokenizer(loaded, end_documents=not given.no_eos, **options)
+    special = not given.no_special_tokens
+    return TextTokenizer(loaded, end_documents=not given.no_eos, add_special_tokens=special, **options)
 
 
 def print_counts(trained: int, tokens: int, skipped: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ def run(given: argparse.Namespace) -> int:
             raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray, --task or --tasks")
     if len(given.data) > 1 and not many:
         raise PackingError("DATA: expected one file, folder or dataset, or --workers, --ray or --task with several")
-    strategy, *others = strategies_named([given.strategy], given.max_length)
+    strategy, *others = strategies_named([given.strategy], given.max_length or [4096])
     if others:
         raise PackingError(f"--max-length: expected a single number with {given.strategy}, got {given.max_length}")
     if many:
@@ -97,6 +97,7 @@ def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
             keep_first_labels=given.keep_first_labels,
             text_field=given.field,
             end_documents=not given.no_eos,
+            add_special_tokens=not given.no_special_tokens,
             separator=given.separator,
             train_on=given.train_on,
             skip_bad=given.skip_bad,

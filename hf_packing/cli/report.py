@@ -42,16 +42,15 @@ def run(given: argparse.Namespace) -> int:
             print(origin.plan)
             print_counts(trained, metrics.num_tokens, [])
         return 0
-    strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
+    lengths = given.max_length or [2048, 4096, 8192]
+    strategies = strategies_named(given.strategy, lengths) if given.strategy else None
     if given.output:
         check_page(given.output)
     with TemporaryDirectory() as folder:
         documents, skipped = read_documents(given.data, given, folder)
         columns = find_token_columns(documents.data.table)
         trained = count_labels(columns, Pieces.whole(columns[INPUT_IDS].length))
-        report = packing_report(
-            documents, given.max_length, strategies=strategies, ranks=given.ranks, source=given.data
-        )
+        report = packing_report(documents, lengths, strategies=strategies, ranks=given.ranks, source=given.data)
     if not given.json:
         print(report)
         print_counts(trained, report.lengths.tokens, skipped)

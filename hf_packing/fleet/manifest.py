@@ -10,6 +10,7 @@ an error: so processes may die at any time, and may do the same task at the same
 uploaded in one piece, and a local file is written under another name and then linked.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -23,11 +24,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.errors import PackingError
-from hf_packing.files import size_and_version
+from hf_packing.files import file_system, size_and_version
 from hf_packing.rows.changes import describe_changes
 
 RUN, MANIFEST = "run.json", "manifest.json"
@@ -35,15 +35,6 @@ Identity = list[Any]
 """What differs between two versions of a file: the size, and the time of the last change or the etag."""
 _UNFINISHED, _ABANDONED = ".unfinished-", 600.0
 """How names of unfinished local files begin, and the seconds without a write after which their process has died."""
-
-
-def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system of a path or URL, and the path within it. Local file systems ignore the options."""
-    try:
-        system, path = url_to_fs(url, **options)
-    except (ValueError, ImportError) as error:
-        raise PackingError(f"expected a local path or a URL that fsspec can open, got {url!r}: {error}") from None
-    return system, path
 
 
 def url_of(system: Any, path: str) -> str:
@@ -78,7 +69,7 @@ class Folder:
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.options = options
-        self.system, self.root = file_system(url, options)
+        self.system, self.root = file_system(url, **options)
         self.url = url_of(self.system, self.root)
 
     def names(self) -> list[str]:
@@ -198,6 +189,8 @@ class PackedFile:
     """What was packed and what was not; see `PackedCorpus.counts`."""
     splits: Mapping[str, int]
     """By the name of a column: how many shared prefixes ended early because values in this column differ."""
+    remarks: Mapping[str, int]
+    """What users should know of rows, and of how many of them."""
     loss_masks: Sequence[str]
     """Masks that were applied to the labels."""
     left_out: Sequence[str]
@@ -231,8 +224,8 @@ class PackedCorpus:
 
     @property
     def data_files(self) -> list[str]:
-        """Paths or URLs of the files of rows, in order."""
-        return [f"{self.folder.url}/{file.name}" for file in self.files]
+        """The files of rows, in order, as patterns that match them alone: paths or URLs, with `[?]` for a `?`."""
+        return [glob.escape(f"{self.folder.url}/{file.name}") for file in self.files]
 
     @property
     def num_rows(self) -> int:
@@ -242,8 +235,7 @@ class PackedCorpus:
     @property
     def counts(self) -> dict[str, int]:
         """Counts of what was packed and what was not: the numbers of `plan.metrics()`, from "num_documents" to
-        "num_padding_slots", and those of "trained_tokens", of "skipped_rows", which cannot be used, and of
-        "shortened_chats", of which the template leaves something out."""
+        "num_padding_slots", and those of "trained_tokens", and of "skipped_rows", which cannot be used."""
         return self._sum("counts")
 
     def _sum(self, name: str) -> Counter[str]:
@@ -269,9 +261,7 @@ class PackedCorpus:
         if number := counts["skipped_rows"]:
             first, *_ = self._sum("skipped")
             said.append(f"leaves out {number:,} rows that cannot be used; the first one: {first}")
-        if number := counts["shortened_chats"]:
-            said.append(f"has {number:,} chats without content, thinking or tool calls, which the template leaves out")
-        return said
+        return [*said, *(f"finds {number:,} rows that {remark}" for remark, number in self._sum("remarks").items())]
 
     def __str__(self) -> str:
         counts, inputs = self.counts, sum(len(file.inputs) for file in self.files)

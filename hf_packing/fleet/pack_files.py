@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -31,12 +32,12 @@ import hf_packing
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import MissingDependencyError, PackingError
+from hf_packing.files import file_system
 from hf_packing.fleet.manifest import (
     Folder,
     Identity,
     PackedCorpus,
     PackedFile,
-    file_system,
     identity_of,
     is_local,
     sha256_of,
@@ -51,6 +52,7 @@ from hf_packing.rows.token_columns import (
     with_typed_empty_lists,
 )
 from hf_packing.strategies.base import Strategy
+from hf_packing.versions import versions
 
 Inputs = dict[str, Identity]
 """Files to pack: what differs between two versions of them, the size first, by path or URL."""
@@ -86,6 +88,7 @@ def pack_files(
     keep_first_labels: bool = False,
     text_field: str | None = None,
     end_documents: bool = True,
+    add_special_tokens: bool = True,
     separator: str | None = None,
     train_on: str | None = None,
     skip_bad: bool = False,
@@ -117,8 +120,10 @@ def pack_files(
         share_prefixes: True if documents of the same task that begin with the same tokens share these tokens in a row,
             or the fewest tokens to share, as for `hf_packing.pack`.
         keep_first_labels: True to keep the label of a segment's first token, as for `hf_packing.pack`.
-        text_field: name of the field with the text; None to use the first of text, prompt and messages that a row has.
+        text_field: name of the field with the text or the messages; None to use the first that a row has of prompt and
+            completion, messages, conversations, and text.
         end_documents: whether to append the end-of-sequence token to texts.
+        add_special_tokens: whether the tokenizer adds its special tokens to texts, as for `tokenize`.
         separator: the text between a prompt and a completion; None for no text.
         train_on: "assistant", "completion" or "all", as for `tokenize`.
         skip_bad: whether to leave out, and count, rows of texts that cannot be read or used; False to raise an error.
@@ -136,7 +141,13 @@ def pack_files(
     folder = Folder(str(output), storage_options or {})
     inputs = find_inputs(files, folder.options)
     packing = Packing.of(strategy, position_ids, share_prefixes, keep_first_labels)
-    settings = {"text_field": text_field, "end_documents": end_documents, "separator": separator, "train_on": train_on}
+    settings = {
+        "text_field": text_field,
+        "end_documents": end_documents,
+        "add_special_tokens": add_special_tokens,
+        "separator": separator,
+        "train_on": train_on,
+    }
     texts, digest = _text_tokenizer(tokenizer, trust_remote_code, settings) if tokenizer is not None else (None, None)
     groups = group_files(inputs, tasks)
     run = {
@@ -198,8 +209,8 @@ def find_inputs(files: str | Path | Sequence[str | Path], options: Mapping[str, 
     """
     found: list[tuple[str, Identity]] = []
     for each in [files] if isinstance(files, (str, Path)) else files:
-        system, path = file_system(str(each), options)
-        names = system.glob(path) if has_magic(path) else system.find(path)
+        system, path = file_system(str(each), **options)
+        names = system.glob(path) if has_magic(path) and not system.exists(path) else system.find(path)
         shown = [name for name in names if not Path(name).name.startswith((".", "_"))]
         if not shown:
             raise PackingError(f"files: expected files to pack, got none in {str(each)!r}")
@@ -230,14 +241,14 @@ def group_files(inputs: Inputs, tasks: int | None = None) -> list[Inputs]:
 
 def _text_tokenizer(tokenizer: Any, trust_remote_code: bool, settings: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the TextTokenizer, and a digest of everything about the tokenizer that tokens depend on."""
-    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
+    from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
 
     if isinstance(tokenizer, (str, Path)):
         tokenizer = load_tokenizer(str(tokenizer), trust_remote_code)
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
-    texts = text_tokenizer(tokenizer, **settings)
-    parts = (texts.backend.to_str(), str(texts.renderer.template), texts.end)
+    texts = TextTokenizer(tokenizer, **settings)
+    parts = (tokenizer.backend_tokenizer.to_str(), str(texts.template), tokenizer.eos_token_id, versions())
     return texts, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -314,7 +325,7 @@ def do_task(task: Task) -> PackedFile:
 def _write_rows(task: Task, fresh: Path) -> PackedFile:
     """Pack the files of a task, write the rows to a local file, and return what is known of it."""
     read = [_read(task, name) for name in task.inputs]
-    tables, left_out, skipped, shortened = zip(*read, strict=True)
+    tables, left_out, skipped, remarks = zip(*read, strict=True)
     filled = [table for table in tables if table.num_rows] or [tables[0]]
     packing = task.packing
     try:
@@ -344,24 +355,24 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
             "slots": int(plan.pack_capacity.sum(dtype=np.int64)),
             "trained_tokens": trained,
             "skipped_rows": sum(map(len, skipped)),
-            "shortened_chats": sum(shortened),
         },
         splits=splits,
+        remarks=dict(sum(remarks, Counter())),  # as a dataclass copies a Counter wrongly
         loss_masks=[name for name in LOSS_MASKS if name in columns],
         left_out=list(dict.fromkeys(chain(*left_out))),
         skipped=list(chain(*skipped))[:1],
     )
 
 
-def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], int]:
+def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], Counter[str]]:
     """Read a file, and tokenize its rows if they are texts. Errors name the file.
 
     Returns:
-        The token columns; the columns that are left out; the rows that are left out, with the reasons; and the number
-        of chats of which the template leaves something out.
+        The token columns; the columns that are left out; the rows that are left out, with the reasons; and the remarks
+        on rows, with their numbers.
     """
-    system, path = file_system(name, task.folder.options)
-    local, skipped, shortened = path, list[str](), 0
+    system, path = file_system(name, **task.folder.options)
+    local, skipped, remarks = path, list[str](), Counter[str]()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             if not is_local(system):
@@ -374,7 +385,7 @@ def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], int]:
 
                 documents = Documents(local, skip_bad=task.skip_bad)
                 table = documents.tokens(task.texts, Path(folder, ".tokens")).data.table
-                skipped, shortened = [each.replace(local, name) for each in documents.skipped], documents.lacking
+                skipped, remarks = [each.replace(local, name) for each in documents.skipped], documents.remarks
             task.packing.check_names(table.column_names)
             table = with_typed_empty_lists(table)
             columns = list(find_token_columns(table))
@@ -386,7 +397,7 @@ def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], int]:
             f"{name}: expected the file as it was when packing began, with size and last change {task.inputs[name]}, "
             f"got {now}; pack changed files into a new folder"
         )
-    return table.select(columns), columns_left_out(table.schema), skipped, shortened
+    return table.select(columns), columns_left_out(table.schema), skipped, remarks
 
 
 def _read_table(path: str) -> pa.Table:

@@ -1,25 +1,38 @@
 """Turn conversations into one document for each assistant turn, as the model sees the turn at inference."""
 
-import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_packing.checks import check_type
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.text.render import BadRowError, Message, Settings, lacks_text, messages_of, settings_of
-from hf_packing.text.tokenize import TextTokenizer, num_shared, text_tokenizer
+from hf_packing.text.render import (
+    LACKS_TEXT,
+    BadRowError,
+    Message,
+    Settings,
+    check_begins_with,
+    is_trained_on,
+    lacks_text,
+    messages_of,
+    settings_of,
+)
+from hf_packing.text.tokenize import TextTokenizer, rows_of_batch, warn_of
+from hf_packing.versions import versioned
 
-_PROMPT, _COMPLETION, _ASSISTANT = "prompt", "completion", "assistant"
+_OPENING = "open with an assistant turn, which is not trained on"
+_EMPTY = "have no later assistant turn to train on, and make no documents"
+_NO_STOP = "do not end with a special token, so the model does not learn where to stop"
 _SHOWN = 20
-"""Number of characters that an error shows of two texts before they differ; it shows twice as many after that."""
+"""Number of characters that an error shows of a text."""
 
 
+@versioned
 def branches(
     conversations: Any,
     tokenizer: Any,
     *,
-    column: str = "messages",
+    column: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     skip_bad: bool = False,
 ) -> dict[str, list[list[int]]]:
@@ -34,11 +47,11 @@ def branches(
 
     Args:
         conversations: one conversation, a list of messages; or a batch that `map` passes, a mapping from column names
-            to lists. A batch has the column `column`, or the columns `prompt` and `completion` with lists of messages;
-            then only assistant turns of the completion make documents. The columns `tools` and `chat_template_kwargs`
-            are passed to the chat template, as in TRL.
+            to lists. Of `prompt` and `completion`, only assistant turns of the completion make documents. The columns
+            `tools` and `chat_template_kwargs` are passed to the chat template, as in TRL.
         tokenizer: a tokenizer of transformers with a chat template.
-        column: name of the column with the conversations.
+        column: name of the column with the conversations; None for the first that a row has of `prompt` and
+            `completion`, `messages`, and `conversations`.
         chat_template_kwargs: arguments for the chat template, such as `{"enable_thinking": False}`. The row's own
             arguments take precedence.
         skip_bad: True to leave out conversations that cannot be used, and to warn with their number and the first
@@ -79,41 +92,25 @@ def branches(
             f"tokenizer: expected a tokenizer with a chat template, got {type(tokenizer).__name__}; set "
             "tokenizer.chat_template, or pass the tokenizer of a processor"
         )
-    texts = text_tokenizer(tokenizer)
-    rows = _rows_of(conversations, column)
+    texts = TextTokenizer(tokenizer, text_field=column)
+    is_batch = isinstance(conversations, Mapping)
+    rows = rows_of_batch(conversations) if is_batch else [{column or "messages": conversations}]
     turns: list[_Turn] = []
-    bad, num_empty, num_opening = [], 0, 0
+    of_rows: Counter[str] = Counter()
+    reasons = []
     for number, row in enumerate(rows):
         try:
-            prompt = messages_of(row[_PROMPT])
-            messages = [*prompt, *messages_of(row[_COMPLETION])]
-            later = range(max(1, len(prompt)), len(messages))
-            numbers = [each for each in later if messages[each]["role"] == _ASSISTANT]
-            found = _turns_of(texts, messages, numbers, {**(chat_template_kwargs or {}), **settings_of(row)})
+            turns += _turns_of(texts, row, chat_template_kwargs or {}, of_rows)
         except BadRowError as error:
-            bad.append(f"row {number} of the batch, {error}" if isinstance(conversations, Mapping) else str(error))
+            reason = str(error).replace("text_field names", "column names")
+            reasons.append(f"row {number} of the batch, {reason}" if is_batch else reason)
             if not skip_bad:
-                raise BadRowError(bad[0]) from None
-            continue
-        turns += found
-        num_empty += not found
-        num_opening += not prompt and bool(messages) and messages[0]["role"] == _ASSISTANT
-    of_rows, of_turns = f"of {len(rows):,} conversations", f"of {len(turns):,} assistant turns"
-    for number, text in (
-        (len(bad), f"{of_rows} cannot be used and are left out, the first because of {''.join(bad[:1])}"),
-        (num_empty, f"{of_rows} have no assistant turn after another message, and make no documents"),
-        (num_opening, f"{of_rows} open with an assistant turn, which is not trained on"),
-        (
-            sum(not turn.has_end for turn in turns),
-            f"{of_turns} do not end with a special token, so the model does not learn where to stop",
-        ),
-        (
-            sum(turn.lacks_text for turn in turns),
-            f"{of_turns} lack content, thinking or tool calls, which the chat template leaves out",
-        ),
-    ):
-        if number:
-            warnings.warn(f"branches: {number:,} {text}", stacklevel=2)
+                raise BadRowError(reasons[0]) from None
+    if reasons:
+        of_rows[f"cannot be used and are left out, the first because of {reasons[0]}"] = len(reasons)
+    warn_of(of_rows, "branches", f"{len(rows):,} conversations")
+    of_turns = Counter(remark for turn in turns for remark in turn.remarks)
+    warn_of(of_turns, "branches", f"{len(turns):,} assistant turns")
     return {
         INPUT_IDS: [turn.prompt + turn.generated for turn in turns],
         LABELS: [[IGNORED_LABEL] * len(turn.prompt) + turn.generated for turn in turns],
@@ -127,83 +124,59 @@ class _Turn(NamedTuple):
     """The tokens of the earlier messages and of the generation prompt."""
     generated: list[int]
     """The tokens that the model generates."""
-    has_end: bool
-    """True if the generated text ends with a special token."""
-    lacks_text: bool
-    """True if the generated text lacks some text of the message."""
+    remarks: Sequence[str]
+    """What users should know of the turn."""
 
 
-def _turns_of(
-    texts: TextTokenizer, messages: Sequence[Message], numbers: Sequence[int], settings: Settings
-) -> list[_Turn]:
-    """Return the given messages of a conversation as turns."""
-    written = [_write_turn(texts, messages, number, settings) for number in numbers]
-    prompts = _encode(texts, [prompt for prompt, _ in written])
-    wholes = _encode(texts, [prompt + generated for prompt, generated in written])
-    turns = []
-    for number, (before, text), prompt, whole in zip(numbers, written, prompts, wholes, strict=True):
-        generated = whole[len(prompt) :]
-        if whole[: len(prompt)] != prompt:  # a token spans the end of the prompt, which cannot happen at inference
-            (generated,) = _encode(texts, [text])
-            apart, together = (
-                texts.renderer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                for ids in (prompt + generated, whole)
-            )
-            if apart != together:
-                raise BadRowError(
-                    f"message {number}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
-                    f"{before[-_SHOWN:]!r} and {text[:_SHOWN]!r} become other text"
-                )
-        has_end = text.endswith(texts.renderer.special_tokens)
-        turns.append(_Turn(prompt, generated, has_end, lacks_text(messages[number], text)))
+def _turns_of(texts: TextTokenizer, row: Mapping[str, Any], settings: Settings, remarks: Counter[str]) -> list[_Turn]:
+    """Return the assistant turns of a row, and add to the remarks on rows."""
+    _, before, after = texts.parts_of(row)
+    prompt = messages_of(before or [])
+    messages = [*prompt, *messages_of(after)]
+    numbers = [number for number in range(len(prompt), len(messages)) if messages[number]["role"] == "assistant"]
+    settings = {**settings, **settings_of(row)}
+    turns = [
+        _turn_of(texts, messages[: number + 1], settings)
+        for number in numbers
+        if number and is_trained_on(messages[number])
+    ]
+    remarks[_OPENING] += 0 in numbers
+    remarks[_EMPTY] += not turns
     return turns
 
 
-def _write_turn(texts: TextTokenizer, messages: Sequence[Message], number: int, settings: Settings) -> tuple[str, str]:
-    """Return the text before an assistant turn, with the generation prompt, and the text that the model generates.
+def _turn_of(texts: TextTokenizer, messages: Sequence[Message], settings: Settings) -> _Turn:
+    """Return the last of some messages as a turn.
 
     Raises:
-        BadRowError: the turn does not begin with its generation prompt.
+        BadRowError: the turn does not begin with its generation prompt, or has no text; or tokens cannot end where the
+            prompt ends.
     """
+    place = f"message {len(messages) - 1}"
     try:
-        prompt, _ = texts.renderer.write(messages[:number], settings, ask=True)
-        whole, _ = texts.renderer.write(messages[: number + 1], settings)
+        before, _ = texts.write(messages[:-1], settings, ask=True)
+        whole_text, _ = texts.write(messages, settings)
+        check_begins_with(whole_text, before, len(messages) - 1)
     except BadRowError as error:
-        raise BadRowError(f"message {number}: {error}") from None
-    if not whole.startswith(prompt):
-        same = num_shared(prompt, whole)
-        shown = slice(max(0, same - _SHOWN), same + 2 * _SHOWN)
-        raise BadRowError(
-            f"message {number}: expected a chat template whose turns begin with their generation prompt, but the "
-            f"prompt has {prompt[shown]!r} where the turn has {whole[shown]!r}. The model would be trained on text "
-            "that it never sees at inference; use another template, or chat_template_kwargs such as "
-            "{'enable_thinking': False}"
-        )
+        raise BadRowError(f"{place}: {error}") from None
+    text = whole_text.removeprefix(before)
+    if not text:
+        raise BadRowError(f"{place}: expected a turn with text, but the chat template writes none for it")
+    remarks = [LACKS_TEXT] * lacks_text(messages[-1], text)
+    if text.rstrip().endswith(texts.special_tokens):
+        text = text.rstrip()  # the model stops at the end token; a line break after it is the template's
+    else:
+        remarks.append(_NO_STOP)
+    prompt, whole = texts.encode([before, before + text])[INPUT_IDS]
     generated = whole[len(prompt) :]
-    if not generated:
-        raise BadRowError(f"message {number}: expected a turn with text, but the chat template writes none for it")
-    stripped = generated.rstrip()
-    # the model stops at the end token; a line break after it is the template's
-    return prompt, stripped if stripped.endswith(texts.renderer.special_tokens) else generated
-
-
-def _encode(texts: TextTokenizer, given: list[str]) -> list[list[int]]:
-    return [each.ids for each in texts.backend.encode_batch_fast(given, add_special_tokens=False)]
-
-
-def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
-    """Return the rows of a batch, or one row for a conversation, with the messages in `prompt` and `completion`."""
-    if isinstance(conversations, Sequence) and not isinstance(conversations, str):
-        return [{_PROMPT: (), _COMPLETION: conversations}]
-    check_type("conversations", conversations, Mapping, "a list of messages, or a batch")
-    batch = dict(conversations)
-    if column in batch:
-        batch |= {_COMPLETION: batch[column], _PROMPT: [()] * len(batch[column])}
-    if not {_PROMPT, _COMPLETION} <= batch.keys():
-        raise PackingError(
-            f"conversations: expected the column {column!r}, or the columns 'prompt' and 'completion', got the columns "
-            f"{', '.join(conversations)}"
+    if whole[: len(prompt)] != prompt:  # a token spans the end of the prompt, which cannot happen at inference
+        (generated,) = texts.encode([text])[INPUT_IDS]
+        apart, together = texts.tokenizer.batch_decode(
+            [prompt + generated, whole], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-    if isinstance(batch[_COMPLETION], str) or isinstance(next(iter(batch[_COMPLETION]), None), Mapping):
-        raise PackingError("conversations: expected a batch, got a single row; call map with batched=True")
-    return rows_of(batch)
+        if apart != together:
+            raise BadRowError(
+                f"{place}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
+                f"{before[-_SHOWN:]!r} and {text[:_SHOWN]!r} become other text"
+            )
+    return _Turn(prompt, generated, remarks)

@@ -6,9 +6,13 @@ arguments of tool calls are reordered as in the first row, and text such as "202
 is read with `datasets`. The tokens of texts and chats take 8 bytes on disk for each token with its label.
 """
 
+import io
 import json
 import lzma
+import os
+import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -16,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import fsspec
 import pyarrow as pa
+from datasets.data_files import DataFilesList
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.text.render import BadRowError, Rendered, reason_of
+from hf_packing.files import file_system
+from hf_packing.text.render import BadRowError, Rendered, reason_of, without_added_nulls
 from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer
 
 _Rows = Iterable[tuple[str, dict[str, Any]]]
@@ -42,6 +47,7 @@ _BUILDERS: dict[str, dict[str, Any]] = {
 }
 """How `datasets` reads files by kind; in tables, text such as NA stays text."""
 _TRAIN = "train"
+_STANDARD_INPUT = "-"
 _CHARACTERS_AT_ONCE = 2_000_000
 """Approximate number of characters to tokenize in one call, enough to use all cores."""
 _SHOWN = 80
@@ -53,7 +59,8 @@ class Documents:
     """The documents of one source.
 
     Args:
-        data: a file or a URL; a folder; a saved dataset; or the name of a dataset on the hub. Files are JSON lines, a
+        data: a file or a URL; "-" for JSON lines from standard input; a folder; a saved dataset; or the name of a
+            dataset on the hub. A name that exists is no pattern and no URL. Files are JSON lines, a
             JSON array, parquet, Arrow, CSV, TSV, or text; each line of a .txt file is a document, and each file with
             another suffix. JSON and text may be compressed. All files of a folder must be of the same kind.
         split: name of the split to read of a saved dataset or a dataset on the hub; None for "train".
@@ -71,14 +78,12 @@ class Documents:
     skip_bad: bool = False
     skipped: list[str] = field(default_factory=list, init=False)
     """Lines and rows that were left out, with the reasons."""
-    lacking: int = field(default=0, init=False)
-    """Number of chats with text that the chat template has left out."""
-    texts: int = field(default=0, init=False)
-    """Number of documents that no chat template has written."""
+    remarks: Counter[str] = field(default_factory=Counter, init=False)
+    """What users should know of rows, and of how many of them."""
 
     def __post_init__(self) -> None:
         self.files = find_files(self.data, self.glob)
-        kinds = sorted({kind_of(file) for file in self.files})
+        kinds = sorted({_JSON if _is_piped(file) else kind_of(file) for file in self.files})
         if len(kinds) > 1:
             raise PackingError(
                 f"data: expected files of one kind, got {' and '.join(kinds)} in {self.data!r}; glob='*.jsonl' chooses "
@@ -102,10 +107,10 @@ class Documents:
             PackingError: rows cannot be read or used, and `skip_bad` is False; or an argument does not fit the rows.
         """
         dataset = None if self.kind in (_JSON, _TEXT) else self._load()
-        rows = self._lines() if dataset is None else _numbered(self.data, dataset)
+        rows = self._lines() if dataset is None else _numbered(self.data, dataset, dataset.features)
         first = list(islice(rows, 1))
         names = first[0][1] if first else {}
-        if INPUT_IDS in names and (tokenizer is None or tokenizer.renderer.text_field is None):
+        if INPUT_IDS in names and (tokenizer is None or tokenizer.text_field is None):
             if tokenizer is not None or self.skip_bad:
                 argument = "skip_bad" if tokenizer is None else "tokenizer"
                 raise PackingError(
@@ -117,12 +122,14 @@ class Documents:
             raise PackingError(
                 f"tokenizer: expected one for documents with {', '.join(names) or 'no fields'}, got none"
             )
+        tokenizer.remarks.clear()
         schema = TOKEN_COLUMNS.arrow_schema
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             for block in self._blocks(chain(first, rows), tokenizer):
                 tokens = dict(zip(schema.names, tokenizer.tokens(block), strict=True))
                 stream.write_table(pa.table(tokens, schema=schema))
                 seen(len(block))
+        self.remarks = tokenizer.remarks.copy()
         return datasets.Dataset.from_file(str(file))
 
     def _blocks(self, rows: _Rows, tokenizer: TextTokenizer) -> Iterator[list[Rendered]]:
@@ -131,12 +138,10 @@ class Documents:
         size = 0
         for place, row in rows:
             try:
-                document = tokenizer.renderer.render(row)
+                document = tokenizer.render(row)
             except BadRowError as error:
                 self._leave_out(f"{place}: {error}")
                 continue
-            self.lacking += document.lacks_text
-            self.texts += not document.complete
             block.append(document)
             size += len(document.text)
             if size >= _CHARACTERS_AT_ONCE:
@@ -154,13 +159,15 @@ class Documents:
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the rows of JSON files and text files."""
         for file in self.files:
-            whole = _begins_array(file) if self.kind == _JSON else _suffix_of(file) != _OF_LINES
-            for place, part in _parts(file, whole):
+            for place, part in _parts(file, self.kind == _JSON):
                 try:
                     text = part.decode("utf-8-sig")
                     if "\0" in text:
                         raise ValueError("NUL bytes, which are typical of arrays and UTF-16")
-                    found = {"text": text if whole else text.rstrip("\r\n")} if self.kind == _TEXT else json.loads(text)
+                    if self.kind == _JSON:
+                        found = json.loads(text)
+                    else:
+                        found = {"text": text.rstrip("\r\n") if _suffix_of(file) == _OF_LINES else text}
                 except (ValueError, RecursionError) as error:
                     self._leave_out(f"{place}: expected {self.kind} in UTF-8, got {part.strip()[:_SHOWN]!r} ({error})")
                     continue
@@ -174,7 +181,13 @@ class Documents:
         """Return the rows of everything that `datasets` reads, without the format of a saved dataset."""
         try:
             if self.kind is not None:
-                found = datasets.load_dataset(data_files=self.files, split=_TRAIN, **_BUILDERS[self.kind])
+                files: Any = self.files
+                if os.path.exists(files[0]):  # names that exist are no patterns
+                    if any("::" in file or "$" in file for file in files):
+                        raise PackingError("`datasets` replaces :: and $ in names; rename it")
+                    changed = [(str(os.stat(file).st_mtime_ns),) for file in files]
+                    files = DataFilesList(list(map(os.path.abspath, files)), changed)
+                found = datasets.load_dataset(data_files={_TRAIN: files}, split=_TRAIN, **_BUILDERS[self.kind])
             elif not Path(self.data).exists():
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
             else:
@@ -210,7 +223,7 @@ def find_files(data: str, glob: str | None = None) -> list[str]:
         return shown
     if glob:
         raise PackingError(f"glob: expected a folder as data, got {data!r}")
-    if path.is_file() or "://" in data:
+    if _is_piped(data) or "://" in data or (path.exists() and not is_saved):
         return [data]
     if not path.exists() and (path.is_absolute() or kind_of(data) != _TEXT):
         raise PackingError(f"data: expected a file, a folder or a dataset's name, but {data!r} does not exist")
@@ -227,30 +240,44 @@ def _suffix_of(file: str) -> str:
     return next((each for each in reversed(Path(file.lower()).suffixes) if each not in _COMPRESSED), "")
 
 
-def _numbered(place: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{place}, row {number}", row) for number, row in enumerate(rows))
+def _is_piped(file: str) -> bool:
+    """Return whether a name stands for standard input, or for what another program writes."""
+    return file == _STANDARD_INPUT or file.startswith("/dev/")
 
 
-def _begins_array(file: str) -> bool:
-    """Return whether a JSON file has an array of rows, and not a row in each line."""
-    _, first = next(_parts(file, whole=False), ("", b""))
-    return first.decode("utf-8-sig", errors="replace").lstrip().startswith("[")
+def _numbered(place: str, rows: Iterable[Any], features: Any = None) -> Iterator[tuple[str, Any]]:
+    return ((f"{place}, row {number}", without_added_nulls(row, features)) for number, row in enumerate(rows))
 
 
-def _parts(file: str, whole: bool) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file, or the whole file, with their places. What is blank is left out.
+def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file, with their places; or the whole file, if it is an array of JSON, or text that is not
+    .txt. What is blank is left out.
 
     Raises:
         PackingError: the file cannot be read to its end.
     """
-    # an archive is no compressed file: of a .zip, fsspec would open the first file alone
-    compression = "infer" if file.lower().endswith(_COMPRESSED) else None
     try:
-        with fsspec.open(file, "rb", compression=compression) as stream:
-            for number, part in enumerate([stream.read()] if whole else stream, start=1):
+        with _open(file) as stream:
+            head = [stream.readline()]
+            while head[-1].isspace():
+                head.append(stream.readline())
+            is_array = head[-1].decode("utf-8-sig", errors="replace").lstrip().startswith("[")
+            whole = is_array if is_json else _suffix_of(file) != _OF_LINES
+            for number, part in enumerate([b"".join(head) + stream.read()] if whole else chain(head, stream), start=1):
                 if part.strip():
                     yield file if whole else f"{file}, line {number}", part
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise PackingError(
             f"{file}: expected a file that can be read to its end, got the error: {reason_of(error)}"
         ) from None
+
+
+def _open(file: str) -> Any:
+    """Open a file, decompressed by its suffix."""
+    if _is_piped(file):  # fsspec asks for the size of what it opens
+        return sys.stdin.buffer if file == _STANDARD_INPUT else Path(file).open("rb")
+    system, path = file_system(file)
+    if file.lower().endswith(".zst"):
+        return io.BufferedReader(pa.CompressedInputStream(system.open(path), "zstd"))
+    # an archive is no compressed file: of a .zip, fsspec would open the first file alone
+    return system.open(path, compression="infer" if file.lower().endswith(_COMPRESSED) else None)

@@ -3,15 +3,21 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, takewhile
+from operator import eq
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from hf_packing.errors import PackingError
+from hf_packing.errors import MissingDependencyError, PackingError
 
-ROW_KINDS = ("text", "prompt", "messages")
-"""Fields that determine the kind of a row. If a row has several of these fields, the first in this order counts."""
+_CHATS = ("messages", "conversations")
+ROW_KINDS = ("prompt", *_CHATS, "text")
+"""Fields that determine the kind of a row. If a row has several of these fields, the first in this order counts, as in
+SFTTrainer. A prompt counts if there is a completion, and ShareGPT's conversations come before messages."""
 TRAIN_ON = ("assistant", "completion", "all")
 """What the tokens of a document can be trained on: the assistant's turns, the completion after a prompt, or all."""
 
@@ -36,10 +42,15 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How a template marks the assistant's parts; transformers looks for the same pattern."""
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
+LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
+_SHAREGPT = {"from": "role", "value": "content"}
+"""Names of fields in ShareGPT's messages, and in those of chat templates."""
 _END_OF_THINKING = "</think>"
 """Where thinking ends that is part of the content. Templates write it in their own way."""
 _MOST_OF_A_REASON = 1000
 """The most characters of another library's error that a message shows."""
+_SHOWN = 20
+"""Number of characters that an error shows of two texts before they differ; it shows twice as many after that."""
 
 
 class BadRowError(PackingError):
@@ -50,12 +61,16 @@ class Rendered(NamedTuple):
     """The text of a row, and the parts of the text that are trained on."""
 
     text: str
+    prompt: str | None = None
+    """What is written before the text to train on. The tokens that both texts begin with are not trained on."""
     trained: Sequence[Span] | None = None
-    """The parts of the text that are trained on, in order; None for all of the text."""
+    """The parts of the text that are trained on, in order; None for all of the text after the prompt."""
     complete: bool = False
     """True if a chat template has written the text, so that the tokenizer must not add special tokens."""
-    lacks_text: bool = False
-    """True if the chat template has left out content, thinking or tool calls of an assistant turn."""
+    ends: bool = True
+    """Whether the text ends with the end-of-sequence token, if it is not complete."""
+    remarks: Sequence[str] = ()
+    """What users should know of the row, in words that follow "3 of 10 rows"."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +78,19 @@ class Renderer:
     """A writer of rows as text: a tokenizer of transformers, the chat template for its chats, and options."""
 
     tokenizer: Any
-    template: Any
-    """The chat template's text; or several, by name."""
+    chat_template: Any = None
+    """The chat template's text, or several, by name; None for that of the tokenizer, or ChatML if it has none."""
     text_field: str | None = None
-    """Name of the field with the text; None to take the first of ROW_KINDS that a row has."""
+    """Name of the field with the text or the messages; None to take the first of ROW_KINDS that a row has."""
     separator: str | None = None
     """The text between a prompt and a completion that are both text; None for no text."""
     train_on: str | None = None
     """One of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts."""
+
+    @property
+    def template(self) -> Any:
+        """The chat template's text; or several, by name."""
+        return self.chat_template or self.tokenizer.chat_template or CHATML
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -80,15 +100,26 @@ class Renderer:
 
     @cached_property
     def _template_for_training(self) -> Any:
-        """TRL's training version of the tokenizer's template, which SFTTrainer takes; or the given template."""
+        """TRL's training version of the tokenizer's template, which SFTTrainer takes; or the given template.
+
+        Raises:
+            MissingDependencyError: TRL is not installed, and may have another version of a template without marks.
+        """
         if self.template != self.tokenizer.chat_template:
             return self.template
         try:
             from trl import get_training_chat_template
 
             return get_training_chat_template(self.tokenizer) or self.template
-        except (ImportError, ValueError):  # no TRL, or a template that it does not know
+        except ValueError:  # TRL does not know the template
             return self.template
+        except ImportError:
+            if _MARKS.search(str(self.template)):
+                return self.template
+            raise MissingDependencyError(
+                "the chat template does not mark the assistant's turns, and TRL has such versions of many templates: "
+                'pip install "hf-packing[trl]", or pass a chat_template with {% generation %} marks'
+            ) from None
 
     def write(
         self, messages: Sequence[Message], settings: Settings, ask: bool = False, for_training: bool = False
@@ -109,12 +140,35 @@ class Renderer:
         options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": source}
         options |= {"add_generation_prompt": ask, "return_assistant_tokens_mask": marked}
         try:
-            (text,), spans = render_jinja_template([messages], **options)
-        except Exception as error:  # templates may raise anything
-            raise BadRowError(
-                f"expected messages that the chat template accepts, got the error: {reason_of(error)}"
-            ) from None
+            (text,), spans = render_jinja_template([with_parsed_arguments(messages)], **options)
+        except Exception:  # templates may raise anything
+            try:  # as DeepSeek's, which join arguments to text
+                (text,), spans = render_jinja_template([messages], **options)
+            except Exception as error:
+                raise BadRowError(
+                    f"expected messages that the chat template accepts, got the error: {reason_of(error)}"
+                ) from None
         return text, spans[0] if marked else None
+
+    def parts_of(self, row: Mapping[str, Any]) -> tuple[list[str], Any, Any]:
+        """Return the fields that a row has, its prompt, empty if it has none, and what follows, of the first field."""
+        given = {name: value for name, value in row.items() if value is not None}
+        if "completion" not in given:
+            given.pop("prompt", None)
+        kinds = [self.text_field] if self.text_field else list(ROW_KINDS)
+        match given:
+            case {"conversations": [{"from": _}, *_]}:  # ShareGPT's, of which TRL makes messages
+                kinds.sort(key=("prompt", "conversations").__contains__, reverse=True)
+        found = [name for name in kinds if name in given]
+        if not found:
+            expected = self.text_field
+            if expected in (None, "prompt"):
+                expected = "prompt and completion, messages, conversations, or text"
+            raise BadRowError(
+                f"expected {expected}, got the fields {', '.join(row) or 'none'}; text_field names the field with text "
+                "or messages"
+            )
+        return (found, given["prompt"], given["completion"]) if found[0] == "prompt" else (found, "", given[found[0]])
 
     def render(self, row: Mapping[str, Any]) -> Rendered:
         """Return the text of a row, and the parts of the text that are trained on.
@@ -123,21 +177,10 @@ class Renderer:
             BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, the
                 template cannot write the chat, or the text is not Unicode.
         """
-        wanted = (self.text_field,) if self.text_field else ROW_KINDS
-        kind = next((name for name in wanted if row.get(name) is not None), None)
-        if kind is None or (kind == "prompt" and row.get("completion") is None):
-            expected = self.text_field
-            if expected in (None, "prompt"):
-                expected = "text, prompt and completion, or messages"
-            fields = ", ".join(row) or "none"
-            raise BadRowError(f"expected {expected}, got the fields {fields}; text_field names the field with the text")
+        (kind, *others), before, after = self.parts_of(row)
         if self.separator is not None and kind != "prompt":
             raise BadRowError(f"separator: expected a row with prompt and completion, got one with {kind}")
-        before: Any = [] if kind == "messages" else ""
-        after = row[kind]
-        if kind == "prompt":
-            before, after = row["prompt"], row["completion"]
-        is_chat = kind == "messages" or (kind == "prompt" and not (isinstance(before, str) and isinstance(after, str)))
+        is_chat = kind in _CHATS or not (isinstance(before, str) and isinstance(after, str))
         fitting = ["completion"] * (kind == "prompt") + ["assistant"] * is_chat + ["all"]
         if self.train_on not in (None, *fitting):
             raise BadRowError(
@@ -146,16 +189,15 @@ class Renderer:
             )
         train_on = self.train_on or fitting[0]
         if is_chat:
-            prompt, completion = messages_of(before), messages_of(after)
-            if kind == "prompt" and not completion:
-                raise BadRowError("expected at least one message in the completion, got an empty list")
-            rendered = self._render_chat([*prompt, *completion], len(prompt), settings_of(row), train_on)
-        elif isinstance(after, str):
-            before += self.separator or ""
-            text = before + after
-            rendered = Rendered(text, None if train_on == "all" else [(len(before), len(text))])
+            prompt = messages_of(before or [])
+            rendered = self._render_chat([*prompt, *messages_of(after)], len(prompt), settings_of(row), train_on)
         else:
-            raise BadRowError(f"expected text in the field {kind!r}, got {type(after).__name__}")
+            before += self.separator or ""
+            masked = before if train_on == "completion" else None
+            rendered = Rendered(before + after, masked, ends="text" not in others)
+        if others:
+            taken = f"have {' and '.join([kind, *others])}, of which {kind} is taken; text_field names another field"
+            rendered = rendered._replace(remarks=(*rendered.remarks, taken))
         try:
             rendered.text.encode()
         except UnicodeEncodeError as error:
@@ -164,34 +206,77 @@ class Renderer:
 
     def _render_chat(self, messages: Sequence[Message], prompt: int, settings: Settings, train_on: str) -> Rendered:
         """Return the text of a chat, and its parts that are trained on; the first `prompt` messages are the prompt."""
+        if prompt == len(messages):
+            raise BadRowError("expected at least one message, got an empty list")
         for_training = train_on == "assistant"
         text, marked = self.write(messages, settings, for_training=for_training)
+        turns = [number for number in range(prompt, len(messages)) if messages[number]["role"] == "assistant"]
+        kept = [is_trained_on(messages[turn]) for turn in turns]
+        before, trained = None, None
+        if prompt and train_on != "all":
+            before, _ = self.write(messages[:prompt], settings, True, for_training)
+        after = text.removeprefix(before or "")
+        if for_training:
+            trained = self._spans_of(text, messages, turns, settings) if marked is None else marked
+        if not all(kept):
+            if trained is None:
+                raise BadRowError(f"expected train_on='assistant' for messages not to train on, got {train_on!r}")
+            spans = [span for span in trained if span[1] > len(text) - len(after)]
+            if len(spans) != len(turns):
+                raise BadRowError(f"expected a chat template that marks {len(turns)} turns, but it marks {len(spans)}")
+            trained = list(compress(spans, kept))
+        lacks = any(lacks_text(messages[turn], after) for turn in turns)
+        return Rendered(text, before, trained, complete=True, remarks=(LACKS_TEXT,) * lacks)
 
-        def prefix(number: int, ask: bool) -> int:
-            """Return the length of the text of the first messages, if `ask` with the generation prompt."""
-            before, _ = self.write(messages[:number], settings, ask, for_training)
-            if text.startswith(before):
-                return len(before)
-            raise BadRowError(
-                f"expected a chat template that leaves earlier turns as they are, but this template rewrites the first "
-                f"{number} messages when others follow, so the tokens to train on cannot be found. Install trl, "
-                "which has training versions of many templates; take a template with {% generation %} marks; or make a "
-                "document of each turn with hf_packing.branches"
-            )
+    def _spans_of(self, text: str, messages: Sequence[Message], turns: Sequence[int], settings: Settings) -> list[Span]:
+        """Return the parts of a text that the training template adds for turns to the earlier messages.
 
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        begin = prefix(prompt, True) if prompt and train_on != "all" else 0
-        trained: list[Span] | None = None
-        if train_on == "completion":
-            trained = [(begin, len(text))]
-        elif train_on == "assistant":
-            if marked is None:
-                marked = [(prefix(turn, True) if turn else 0, prefix(turn + 1, False)) for turn in turns]
-            elif turns and not marked:
-                raise BadRowError("expected a chat template that marks the assistant's turns, but it marks none")
-            trained = [(max(start, begin), stop) for start, stop in marked if stop > begin]
-        lacking = any(lacks_text(messages[turn], text) for turn in turns)
-        return Rendered(text, trained, complete=True, lacks_text=lacking)
+        So that long chats take linear time, each part is first looked for as what the template adds to the messages
+        through the first turn.
+        """
+        spans: list[Span] = []
+        first: Sequence[Message] = ()
+        opened, done, end = "", 0, 0
+
+        def edge(stop: int, ask: bool) -> int:
+            """Return the length of the text of the messages up to one, if `ask` with the generation prompt."""
+            with suppress(BadRowError):
+                written, _ = self.write([*first, *messages[done:stop]], settings, ask, True)
+                if first and written.startswith(opened) and text.startswith(written[len(opened) :], end):
+                    return end + len(written) - len(opened)
+            before, _ = self.write(messages[:stop], settings, ask, True)
+            check_begins_with(text, before, stop)
+            return len(before)
+
+        for turn in turns:
+            start, end = edge(turn, True) if turn else 0, edge(turn + 1, False)
+            done = turn + 1
+            spans.append((start, end))
+            if not first:
+                first, opened = messages[:done], text[:end]
+        return spans
+
+
+def check_begins_with(text: str, before: str, number: int) -> None:
+    """Raise BadRowError if a chat does not begin with the text of its first messages, as the template writes them."""
+    if not text.startswith(before):
+        same = num_shared(before, text)
+        shown = slice(max(0, same - _SHOWN), same + 2 * _SHOWN)
+        raise BadRowError(
+            "expected a chat template that begins turns with their generation prompt, and leaves earlier turns as they "
+            f"are, but it writes {before[shown]!r} for the first {number} messages, and {text[shown]!r} once others "
+            "follow. Take another template, such as one with {% generation %} marks; chat_template_kwargs, such as "
+            "{'enable_thinking': False}; or hf_packing.branches, for a document of each turn"
+        )
+
+
+def is_trained_on(message: Message) -> bool:
+    """Return whether a message says nothing else by the fields of OpenAI, axolotl, torchtune and LLaMA-Factory."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise BadRowError(f"weight: expected 0 or 1 in a message, got {weight!r}")
+    skipped = weight == 0 or message.get("masked") or False in (message.get("train"), message.get("trainable"))
+    return not skipped
 
 
 def lacks_text(message: Message, text: str) -> bool:
@@ -205,27 +290,37 @@ def lacks_text(message: Message, text: str) -> bool:
     return any(part.strip() not in text for part in expected)
 
 
-def messages_of(value: Any) -> Sequence[Message]:
-    """Return the messages of a chat, without null fields; raise BadRowError if the value is something else."""
+def messages_of(value: Any) -> list[Message]:
+    """Return the messages of a chat, also of ShareGPT's form; raise BadRowError if the value is something else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRowError(f"expected a list of messages, got {type(value).__name__}: {str(value)[:40]}")
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
-            raise BadRowError(f"expected messages with a role, and with content or tool_calls, got {str(message)[:40]}")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
+        got = f"{type(value).__name__}: {str(value)[:40]}"
+        hint = "; map needs batched=True" if isinstance(value, Mapping) else ""
+        raise BadRowError(f"expected text or a list of messages, got {got}{hint}")
+    messages: list[Message] = []
+    for number, given in enumerate(value):
+        message = dict(given) if isinstance(given, Mapping) else {}
+        if "role" not in message:
+            message = {_SHAREGPT.get(name, name): each for name, each in message.items()}
+        if "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            raise BadRowError(f"expected messages with a role, and with content or tool_calls, got {str(given)[:40]}")
+        if message["role"] in ("human", "gpt"):
+            raise BadRowError(
+                f"message {number}: expected a role of the chat template, such as user or assistant, got "
+                f"{message['role']!r}; rename the roles"
+            )
+        for part in texts if isinstance(texts := message.get("content"), list) else []:
             if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
                 raise BadRowError(f"message {number}: expected text, got a part for a processor: {str(part)[:40]}")
-    kept: list[Message] = _without_nulls(list(value))
-    return kept
+        messages.append(message)
+    return messages
 
 
 def settings_of(row: Mapping[str, Any]) -> Settings:
     """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL."""
-    tools, others = _without_nulls(row.get("tools")), _without_nulls(row.get("chat_template_kwargs"))
+    tools = row.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        return ({"tools": tools} if tools else {}) | dict(others or {})
+        return ({"tools": tools} if tools else {}) | dict(row.get("chat_template_kwargs") or {})
     except (ValueError, TypeError) as error:
         raise BadRowError(
             f"expected tools as a list or as JSON, and chat_template_kwargs as a mapping, got the error: {error}"
@@ -237,8 +332,36 @@ def reason_of(error: Exception) -> str:
     return shorten(str(error), _MOST_OF_A_REASON) or type(error).__name__
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without null fields, at any depth. Arrow adds a null field to a row if only other rows have it."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+def without_added_nulls(value: Any, feature: Any) -> Any:
+    """Return a value of a dataset without the fields that Arrow has added, since other rows have them.
+
+    Args:
+        value: a row, or a part of one.
+        feature: its type in `datasets`; what this type leaves open, such as that of JSON, has only nulls of the data.
+    """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        kept = {name: each for name, each in value.items() if each is not None}
+        return {name: without_added_nulls(each, feature.get(name)) for name, each in kept.items()}
+    if isinstance(value, list):
+        return [without_added_nulls(each, getattr(feature, "feature", None)) for each in value]
+    return value
+
+
+def with_parsed_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose tool calls have arguments as mappings, which templates expect, also if they were JSON."""
+    parsed = [
+        {**each, "tool_calls": deepcopy(each.get("tool_calls"))} if each.get("tool_calls") else each
+        for each in messages
+    ]
+    for message in parsed:
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)
+            with suppress(KeyError, TypeError, ValueError):
+                if isinstance(arguments := json.loads(function["arguments"]), dict):
+                    function["arguments"] = arguments
+    return parsed
+
+
+def num_shared(items: Sequence[Any], others: Sequence[Any]) -> int:
+    """Return the number of leading items that two sequences share."""
+    return sum(takewhile(bool, map(eq, items, others)))

@@ -10,12 +10,12 @@ decided as in TRL, so that labels are equal:
 
 import warnings
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, takewhile
-from operator import attrgetter, eq, itemgetter
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -23,7 +23,16 @@ import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
-from hf_packing.text.render import CHATML, TRAIN_ON, BadRowError, Rendered, Renderer, Span, reason_of
+from hf_packing.text.render import (
+    TRAIN_ON,
+    BadRowError,
+    Rendered,
+    Renderer,
+    num_shared,
+    reason_of,
+    without_added_nulls,
+)
+from hf_packing.versions import versioned, versions
 
 TOKEN_COLUMNS = datasets.Features(
     {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
@@ -35,87 +44,98 @@ Tokens = tuple[list[list[int]], list[list[int]]]
 """The input_ids and the labels of documents."""
 
 
-@dataclass(frozen=True)
-class TextTokenizer:
-    """A tokenizer, and how it turns rows into tokens. `text_tokenizer` makes one of a tokenizer of transformers."""
+UNTRAINED = "have no token to train on"
+NO_END = "end without an end-of-sequence token, since the tokenizer has none"
+TEXT_BESIDE = "end without an end-of-sequence token, as in SFTTrainer, since a field text stands beside the completion"
+TWICE = (
+    "have the tokenizer's special tokens twice at an end, since their text begins or ends with them already; "
+    "add_special_tokens=False adds none"
+)
 
-    backend: Any
-    """A `tokenizers.Tokenizer`, or an object with the same methods."""
-    renderer: Renderer
-    """Turns rows into text."""
-    end: int | None
-    """The id of the token to append to texts that do not end with it; None for none. Chat templates write their own."""
+
+@dataclass(frozen=True)
+class TextTokenizer(Renderer):
+    """A tokenizer of transformers, and how it turns rows into text and text into tokens."""
+
+    end_documents: bool = True
+    """Whether texts end with the end-of-sequence token, if there is one. Chat templates write their own."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens to texts."""
+    remarks: Counter[str] = field(default_factory=Counter)
+    """What users should know of rows, and of how many of them."""
 
     def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
         """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
         input_ids, labels = [], []
-        for document, encoding in zip(rendered, self._encode(rendered), strict=True):
-            ids = encoding.ids
-            trained = ids if document.trained is None else self._labels(document, document.trained, encoding)
-            end = [] if document.complete or self.end is None or ids[-1:] == [self.end] else [self.end]
-            input_ids.append([*ids, *end])
-            labels.append([*trained, *end])
-        return input_ids, labels
-
-    def _labels(self, document: Rendered, parts: Sequence[Span], encoding: Any) -> list[int]:
-        """Return the labels of a document of which some parts are trained on."""
-        ids: list[int] = encoding.ids
-        offsets: list[tuple[int, int]] = encoding.offsets if document.complete else []
-        labels = [IGNORED_LABEL] * len(ids)
-        # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
-        exact = len(offsets) > 0 and offsets[-1][1] == len(document.text)
-        for first, stop in parts:
-            end = len(ids)
-            if exact:
-                begin = bisect_right(offsets, first, key=itemgetter(1))
-                if stop < len(document.text):
-                    end = bisect_left(offsets, stop, key=itemgetter(0))
-            else:
-                begin = self._tokens_before(first, document, encoding)
-                if stop < len(document.text):
-                    end = self._tokens_before(stop, document, encoding)
-            labels[begin:end] = ids[begin:end]
-        return labels
-
-    def _tokens_before(self, edge: int, document: Rendered, encoding: Any) -> int:
-        """Return the number of tokens that a document shares with its text before an edge, tokenized alone."""
-        (before,) = self._encode([Rendered(document.text[:edge], complete=document.complete)])
-        ids: list[int] = before.ids
-        within = np.flatnonzero(~np.array(before.special_tokens_mask, dtype=bool))
-        # the special tokens at the end are not in the document
-        return num_shared(encoding.ids, ids[: within[-1] + 1] if len(within) else ids)
-
-    def _encode(self, rendered: Sequence[Rendered]) -> list[Any]:
-        """Return the encodings of documents. Chats get no special tokens, since the chat template has written them."""
-        encodings: list[Any] = []
+        last = self.tokenizer.eos_token_id
         for complete, group in groupby(rendered, attrgetter("complete")):
             documents = list(group)
-            # the characters of each token, which cost time, are asked for only where labels depend on them
-            exact = complete and any(each.trained is not None for each in documents)
-            encode = self.backend.encode_batch if exact else self.backend.encode_batch_fast
-            encodings += encode([each.text for each in documents], add_special_tokens=not complete)
-        return encodings
+            encoded = self.encode([each.text for each in documents], complete, complete)
+            for number, document in enumerate(documents):
+                ids, added = encoded[INPUT_IDS][number], encoded["special_tokens_mask"][number]
+                offsets = encoded["offset_mapping"][number] if "offset_mapping" in encoded else []
+                trained = self._labels(document, ids, offsets)
+                wanted = self.end_documents and not complete
+                end = [last] if wanted and document.ends and last is not None and ids[-1:] != [last] else []
+                said = {
+                    TWICE: len(ids) > 1 and ((ids[0] == ids[1] and added[0]) or (ids[-1] == ids[-2] and added[-1])),
+                    NO_END: wanted and last is None,
+                    TEXT_BESIDE: wanted and not document.ends,
+                    UNTRAINED: not any(label >= 0 for label in [*trained, *end][1:]),
+                }
+                self.remarks.update([*document.remarks, *(remark for remark, holds in said.items() if holds)])
+                input_ids.append([*ids, *end])
+                labels.append([*trained, *end])
+        return input_ids, labels
+
+    def _labels(self, document: Rendered, ids: list[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the labels of a document."""
+        labels = [*ids] if document.trained is None else [IGNORED_LABEL] * len(ids)
+        # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
+        exact = len(offsets) > 0 and offsets[-1][1] == len(document.text)
+        for first, stop in document.trained or ():
+            if exact:
+                begin = bisect_right(offsets, first, key=itemgetter(1))
+                end = bisect_left(offsets, stop, key=itemgetter(0))
+            else:
+                begin, end = (self._num_shared(document, document.text[:edge], ids) for edge in (first, stop))
+            if stop == len(document.text):  # with the tokens that the tokenizer adds
+                end = len(ids)
+            labels[begin:end] = ids[begin:end]
+        if document.prompt is not None:
+            shared = self._num_shared(document, document.prompt, ids)
+            labels[:shared] = [IGNORED_LABEL] * shared
+        return labels
+
+    def _num_shared(self, document: Rendered, beginning: str, ids: list[int]) -> int:
+        """Return the number of tokens that a document shares with its beginning, tokenized alone."""
+        alone = self.encode([beginning], document.complete)
+        within = np.flatnonzero(~np.array(alone["special_tokens_mask"][0], dtype=bool))
+        # the special tokens at the end are not in the document
+        return num_shared(ids, alone[INPUT_IDS][0][: within[-1] + 1] if len(within) else alone[INPUT_IDS][0])
+
+    def encode(self, texts: list[str], complete: bool = True, with_offsets: bool = False) -> Mapping[str, Any]:
+        """Return what the tokenizer makes of texts. Chats get no special tokens, since templates have written them."""
+        tokenizer: Any = self.tokenizer
+        encoded: Mapping[str, Any] = tokenizer(
+            texts,
+            add_special_tokens=self.add_special_tokens and not complete,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_special_tokens_mask=True,
+            return_offsets_mapping=with_offsets and tokenizer.is_fast,
+            verbose=False,
+        )
+        return encoded
 
 
-def text_tokenizer(
-    tokenizer: Any, chat_template: str | None = None, end_documents: bool = True, **options: Any
-) -> TextTokenizer:
-    """Return a `TextTokenizer` that wraps a tokenizer of transformers.
-
-    Args:
-        tokenizer: a PreTrainedTokenizerBase. Its padding and truncation, which would change lengths, are switched off.
-        chat_template: the chat template; None for that of the tokenizer, or ChatML if it has none.
-        end_documents: whether to append the end-of-sequence token to texts.
-        options: `text_field`, `separator` and `train_on` of Renderer.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        backend = _SlowBackend(tokenizer)
-    else:
-        backend.no_padding()
-        backend.no_truncation()
-    renderer = Renderer(tokenizer, chat_template or tokenizer.chat_template or CHATML, **options)
-    return TextTokenizer(backend, renderer, tokenizer.eos_token_id if end_documents else None)
+def warn_of(remarks: Counter[str], who: str, of: str) -> None:
+    """Warn of what users should know, at the caller of a public function."""
+    for remark, number in remarks.items():
+        if number:
+            warnings.warn(f"{who}: {number:,} of {of} {remark}", stacklevel=4)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
@@ -143,25 +163,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
-class _SlowBackend:
-    """A slow tokenizer, written in Python, with the methods of `tokenizers.Tokenizer`."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
-        options = {"add_special_tokens": add_special_tokens, "return_special_tokens_mask": True}
-        encoded = [self.tokenizer(text, **options) for text in texts]
-        return [SimpleNamespace(ids=each["input_ids"], offsets=(), **each) for each in encoded]
-
-    encode_batch_fast = encode_batch
-
-
-def num_shared(ids: Sequence[Any], others: Sequence[Any]) -> int:
-    """Return the number of leading items that two sequences share."""
-    return sum(takewhile(bool, map(eq, ids, others)))
-
-
+@versioned
 def tokenize(
     dataset: Any,
     tokenizer: Any,
@@ -169,6 +171,7 @@ def tokenize(
     train_on: str | None = None,
     text_field: str | None = None,
     chat_template: str | None = None,
+    add_special_tokens: bool = True,
     num_proc: int | None = None,
 ) -> Any:
     """Turn texts, prompts with completions, or chats into `input_ids` and `labels`, as SFTTrainer does.
@@ -189,6 +192,8 @@ def tokenize(
             messages and the generation prompt.
         text_field: name of the column with the text; None to take the first of `text`, `prompt` and `messages`.
         chat_template: a Jinja template to take instead of the tokenizer's.
+        add_special_tokens: whether the tokenizer adds its special tokens to texts; False for texts that a chat template
+            has written already.
         num_proc: number of processes for a Dataset.
 
     Returns:
@@ -226,40 +231,58 @@ def tokenize(
         raise PackingError(f"train_on: expected one of {', '.join(TRAIN_ON)}, or None, got {train_on!r}")
     if not callable(tokenizer) or not hasattr(tokenizer, "chat_template"):
         raise PackingError(f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}")
-    options = {"tokenizer": tokenizer, "train_on": train_on, "text_field": text_field, "chat_template": chat_template}
+    options = {
+        "tokenizer": tokenizer,
+        "train_on": train_on,
+        "text_field": text_field,
+        "chat_template": chat_template,
+        "add_special_tokens": add_special_tokens,
+    }
     if isinstance(dataset, _DICTS):
         return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})
     if not isinstance(dataset, (datasets.Dataset, *_STREAMS)):
         return _tokens_of(dataset, **options)
-    names = dataset.column_names or list(next(iter(dataset), {}))
-    settings = {"batched": True, "fn_kwargs": options, "remove_columns": names, "features": TOKEN_COLUMNS}
+    options["versions"] = versions()
+    settings = {"batched": True, "fn_kwargs": options, "features": TOKEN_COLUMNS}
     if isinstance(dataset, datasets.IterableDataset):  # without the numbers of its rows, so that its shards stay apart
-        return dataset.map(_tokens_of, **settings)
-    return dataset.map(_tokens_of, with_indices=True, num_proc=num_proc, desc="Tokenizing", **settings)
+        names = dataset.column_names or list(next(iter(dataset), {}))
+        return dataset.map(_tokens_of, remove_columns=names, **settings)
+    if not len(dataset):
+        return datasets.Dataset.from_dict({name: [] for name in TOKEN_COLUMNS}, TOKEN_COLUMNS, split=dataset.split)
+    return dataset.with_format(columns=dataset.format["columns"]).map(
+        _tokens_of,
+        with_indices=True,
+        num_proc=num_proc,
+        desc="Tokenizing",
+        remove_columns=dataset.column_names,
+        **settings,
+    )
 
 
 def _tokens_of(
-    batch: Mapping[str, Sequence[Any]], numbers: Sequence[int] | None = None, **options: Any
+    batch: Mapping[str, Sequence[Any]],
+    numbers: Sequence[int] | None = None,
+    versions: object = None,  # noqa: ARG001  # the key of a cached result depends on it
+    **options: Any,
 ) -> dict[str, list[list[int]]]:
     """Return the tokens and labels of a batch of rows; `numbers` are those of the rows in the dataset."""
-    if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
-        raise PackingError(
-            f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
-        )
-    rows = rows_of(batch)
-    texts = text_tokenizer(**options)
-    rendered = []
+    rows, texts, rendered = rows_of_batch(batch), TextTokenizer(**options), []
     for number, row in enumerate(rows):
         try:
-            rendered.append(texts.renderer.render(row))
+            rendered.append(texts.render(row))
         except BadRowError as error:
             place = f"row {number} of the batch" if numbers is None else f"row {numbers[number]}"
             raise PackingError(f"{place}: {error}") from None
     input_ids, labels = texts.tokens(rendered)
-    of_rows = f"of {len(rows):,}"
-    if lacking := sum(each.lacks_text for each in rendered):
-        left_out = "content, thinking or tool calls, which the chat template leaves out"
-        warnings.warn(f"tokenize: {lacking:,} {of_rows} chats lack {left_out}", stacklevel=2)
-    if untrained := sum(not any(label >= 0 for label in each[1:]) for each in labels):
-        warnings.warn(f"tokenize: {untrained:,} {of_rows} documents have no token to train on", stacklevel=2)
+    warn_of(texts.remarks, "tokenize", f"{len(rows):,} rows")
     return {INPUT_IDS: input_ids, LABELS: labels}
+
+
+def rows_of_batch(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch, of `Dataset.map` without the fields that Arrow has added."""
+    if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
+        raise PackingError(
+            f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
+        )
+    features = getattr(getattr(batch, "formatter", None), "features", None)
+    return [without_added_nulls(row, features) for row in rows_of(batch)]

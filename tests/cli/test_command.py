@@ -61,9 +61,10 @@ def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, d
 
 def test_texts_end_with_a_token_where_the_tokenizer_has_one(capsys, tmp_path, data, tokenizer):
     PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
-    said = f"warning: {tokenizer} has no end-of-sequence token, so no such token is appended to documents\n"
+    short = "warning: 24 rows have no token to train on\n"  # those of a single token
+    said = f"warning: 300 rows end without an end-of-sequence token, since the tokenizer has none\n{short}"
     for name, flags, warning, more in (
-        (tokenizer, [], said, 0), (tokenizer, ["--no-eos"], "", 0), (str(tmp_path / "folder"), [], "", 300)
+        (tokenizer, [], said, 0), (tokenizer, ["--no-eos"], short, 0), (str(tmp_path / "folder"), [], "", 300)
     ):  # fmt: skip
         assert main(["report", data, "--tokenizer", name, "--max-length", "16", "--json", *flags]) == 0
         printed = capsys.readouterr()
@@ -133,7 +134,16 @@ def test_the_command_is_installed():
     ("command", "defaults"),
     [
         ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "none"]),
-        ("pack", ["4096", "best_fit", "stop at the first", "append an end-of", "the first found of text, prompt"]),
+        (
+            "pack",
+            [
+                "4096",
+                "best_fit",
+                "stop at the first",
+                "append an end-of",
+                "the first found of prompt and completion, messages",
+            ],
+        ),
         ("check", ["make a small model of the same configuration", "refuse such code"]),
     ],
 )
@@ -222,7 +232,7 @@ def test_thinking_that_the_template_leaves_out_is_counted(capsys, tmp_path):
     tokenizer_with(CHATML).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
     assert main(["report", str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
-    assert "warning: 1 chats lack content, thinking or tool calls" in capsys.readouterr().err
+    assert "warning: 1 rows lack content, thinking or tool calls" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("default:pack applies", "default:pack leaves out")

@@ -114,7 +114,7 @@ def test_files_are_those_of_a_local_run(bucket, local):
 
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_dies_at_any_put_goes_on(server, local, monkeypatch, after):
-    system, _ = file_system("s3://bucket", server.options)
+    system, _ = file_system("s3://bucket", **server.options)
     put = system.put_file
     for number in (1, 2, 3, 8):  # run.json, the rows of a task, what is known of them, and the manifest
         bucket = Bucket(server, local[0])

@@ -2,14 +2,15 @@
 
 import bz2
 import gzip
+import importlib.metadata
 import io
 import json
 import lzma
+import pickle
 import random
 import re
 import warnings
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import (
+    ALTERNATING,
     CALL,
     CHAT,
     CHATML,
@@ -44,7 +46,7 @@ import hf_packing as hfp
 from hf_packing.text.read import Documents, find_files
 from hf_packing.text.render import CHATML as OWN_CHATML
 from hf_packing.text.render import Rendered, Renderer
-from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
+from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -168,15 +170,15 @@ def test_streams_keep_their_shards_and_templates_may_be_others():
 
 
 def test_text_that_the_template_leaves_out_is_counted():
-    with pytest.warns(UserWarning, match="tokenize: 1 of 2 chats lack content, thinking or tool calls"):
+    with pytest.warns(UserWarning, match="tokenize: 1 of 2 rows lack content, thinking or tool calls"):
         ours([{"messages": PLAIN}, {"messages": CHAT}])
-    with pytest.warns(UserWarning, match="tokenize: 1 of 1 documents have no token to train on"):
+    with pytest.warns(UserWarning, match="tokenize: 1 of 1 rows have no token to train on"):
         ours([{"messages": PLAIN[:1]}])
 
 
 @pytest.mark.parametrize("template", [STRIPPED, OPENED])
 def test_templates_that_rewrite_earlier_turns(template):
-    message = "row 1: expected a chat template that leaves earlier turns .* Install trl, .*hf_packing.branches"
+    message = "row 1: expected a chat template that begins .*, and leaves earlier turns .*hf_packing.branches"
     with pytest.raises(hfp.PackingError, match=message):
         ours([{"messages": [{"role": "user", "content": "a"}]}, {"messages": CHAT}], template)
 
@@ -253,7 +255,7 @@ def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path, words)
     words.backend_tokenizer.enable_truncation(1)
     words.backend_tokenizer.enable_padding(length=9)
     words.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = text_tokenizer(load_tokenizer(str(tmp_path / "tokenizer.json")))
+    tokenizer = TextTokenizer(load_tokenizer(str(tmp_path / "tokenizer.json")))
     assert tokenizer.tokens([Rendered("one two three")]) == ([[2, 3, 4]], [[2, 3, 4]])
 
 
@@ -261,12 +263,216 @@ def test_tokenizers_in_python_and_those_that_leave_characters_out():
     """Its offsets drift: 'two' would lie within the prompt."""
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("onetw")}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
+    with pytest.warns(UserWarning, match="tokenize: 1 of 1 rows end without an end-of-sequence token"):
+        found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
     assert found == {"input_ids": [[0, 1, 2, 3, 4, 0]], "labels": [[-100, -100, -100, 3, 4, 0]]}
-    tokenizer = text_tokenizer(Spelled(), separator="\n")
-    tokens = tokenizer.tokens([tokenizer.renderer.render({"prompt": "ab", "completion": "c"})])
+    tokenizer = TextTokenizer(Spelled(), separator="\n")
+    tokens = tokenizer.tokens([tokenizer.render({"prompt": "ab", "completion": "c"})])
     assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
-    assert hfp.tokenize({"text": ["a"]}, Spelled())["input_ids"] == [list(map(ord, "<a>"))]
+    assert TextTokenizer(Spelled()).tokens([Rendered("a")])[0] == [list(map(ord, "<a>"))]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"trainable": False}, {"masked": True}],
+)
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_messages_that_say_not_to_train_on_them(said, template):
+    """A message without such a field, or with the other value, is trained on."""
+    other = {name: 1 if name == "weight" else not value for name, value in said.items()}
+    chat = [*PLAIN[:1], {**PLAIN[1], **said}, *PLAIN[2:3], {**PLAIN[3], **other}]
+    tokenizer = tokenizer_with(template)
+    (both,), (all_labels,) = hfp.tokenize({"messages": [PLAIN]}, tokenizer).values()
+    (ids,), (labels,) = hfp.tokenize({"messages": [chat]}, tokenizer).values()
+    assert ids == both
+    last = hfp.tokenize({"prompt": [PLAIN[:3]], "completion": [PLAIN[3:]]}, tokenizer)["labels"][0]
+    assert labels == last
+    assert labels != all_labels
+    (only,), _ = hfp.branches({"messages": [chat]}, tokenizer).values()
+    assert only == hfp.branches(PLAIN, tokenizer)["input_ids"][1]
+    pair = {"prompt": [chat[:3]], "completion": [chat[3:]]}
+    assert hfp.tokenize(pair, tokenizer)["labels"] == [last], "the prompt is not trained on anyway"
+    rows = datasets.Dataset.from_list([{"messages": chat}, {"messages": PLAIN}])
+    assert hfp.tokenize(rows, tokenizer)["labels"][:] == [last, all_labels], "where Arrow adds nulls"
+    with pytest.raises(hfp.PackingError, match="row 0 of the batch: expected train_on='assistant' for messages not to"):
+        hfp.tokenize({"messages": [chat]}, tokenizer, train_on="all")
+
+
+@pytest.mark.parametrize("weight", [0.5, -1, 2, "1", True, float("nan")])
+def test_other_weights_of_messages_are_refused(weight):
+    chat = [PLAIN[0], {**PLAIN[1], "weight": weight}]
+    if weight is True:  # as 1
+        assert any(label >= 0 for label in hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))["labels"][0])
+    else:
+        with pytest.raises(hfp.PackingError, match=f"weight: expected 0 or 1 in a message, got {weight!r}"):
+            hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))
+
+
+@pytest.mark.filterwarnings("ignore:tokenize")
+def test_marks_that_are_not_those_of_the_turns_are_refused_where_a_turn_is_left_out():
+    halves = MARKED.replace("{{ message.content or '' }}", "a{% endgeneration %}{% generation %}b")
+    chat = [*PLAIN[:3], {**PLAIN[3], "weight": 0}]
+    assert hfp.tokenize({"messages": [PLAIN]}, tokenizer_with(halves))
+    with pytest.raises(hfp.PackingError, match="expected a chat template that marks 2 turns, but it marks 4"):
+        hfp.tokenize({"messages": [chat]}, tokenizer_with(halves))
+
+
+def calling(arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    return [user("one"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "gptoss", "glm4moe", "gemma4"])
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": {"c": [None, "x"]}}, {}, {"b": None, "a": "y"}])
+def test_arguments_of_tools_that_are_json_are_written_once(name, arguments):
+    """As transformers' documentation says: templates expect a mapping."""
+    tokenizer = tokenizer_with(FROM_TRL[name])
+    batch = {"messages": [calling(json.dumps(arguments))], "tools": [TOOLS]}
+    found = hfp.tokenize(batch, tokenizer, train_on="all")["input_ids"][0]
+    assert found == tokenizer.apply_chat_template(calling(arguments), tools=TOOLS)["input_ids"]
+    assert batch["messages"][0][1]["tool_calls"][0]["function"]["arguments"] == json.dumps(arguments), "not changed"
+
+
+@pytest.mark.parametrize("arguments", ["no JSON", "[1, 2]", "3", ""])
+def test_arguments_that_are_no_mapping_are_given_as_they_are(arguments):
+    found = hfp.tokenize({"messages": [calling(arguments)]}, tokenizer_with(MARKED), train_on="all")["input_ids"][0]
+    assert found == tokenizer_with(MARKED).apply_chat_template(calling(arguments))["input_ids"]
+
+
+@pytest.mark.filterwarnings("ignore:tokenize")
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
+    joins = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    joins += "{{ 'call ' + c.function.arguments + '!' }}{% endfor %}{% endfor %}"
+    (ids,), _ = hfp.tokenize({"messages": [calling('{"a":  1}')]}, tokenizer_with(joins), train_on="all").values()
+    assert tokenizer_with(joins).decode(ids) == 'onecall {"a":  1}!'
+
+
+def test_nulls_of_the_data_stay_and_those_of_arrow_go(tmp_path):
+    written = tokenizer_with("{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}{{ tools | tojson }}")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None, "enum": ["a", None]}}}]
+    chats = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {each: None}}]}] for each in ("a", "b")]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(f"{json.dumps({'messages': chat, 'tools': tools})}\n" for chat in chats))
+    tokens = Documents(str(lines)).tokens(TextTokenizer(written, train_on="all"), tmp_path / "tokens.arrow")
+    batch = hfp.tokenize({"messages": chats, "tools": [tools] * 2}, written, train_on="all")
+    assert tokens["input_ids"][:] == batch["input_ids"]
+    for ids, chat in zip(batch["input_ids"], chats, strict=True):
+        assert ids == written.apply_chat_template(chat, tools=tools)["input_ids"]
+    features = datasets.Features({"messages": datasets.Json(), "tools": datasets.Json()})
+    typed = datasets.Dataset.from_list([{"messages": chat, "tools": tools} for chat in chats], features=features)
+    assert hfp.tokenize(typed, written, train_on="all")["input_ids"][:] == batch["input_ids"]
+    mixed = [{"messages": calling({"a": 1})}, {"messages": calling({"b": "x"})}]
+    rows = datasets.Dataset.from_list(mixed)
+    assert rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["b"] is None
+    found = hfp.tokenize(rows, tokenizer_with(MARKED))
+    assert found.to_dict() == hfp.tokenize({"messages": [each["messages"] for each in mixed]}, tokenizer_with(MARKED))
+
+
+@pytest.mark.parametrize(
+    ("text", "twice"),
+    [("<s> one", True), ("one </s>", True), ("<s> one </s>", True), ("one", False), ("one <s> two", False)],
+)
+def test_special_tokens_that_are_in_a_text_already(text, twice):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "<s>": 2, "one": 3, "two": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("</s>", 1), ("<s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    rows = {"text": ["two", text, text]}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = hfp.tokenize(rows, tokenizer)["input_ids"]
+    assert found[1] == tokenizer(text)["input_ids"]
+    expected = ["tokenize: 2 of 3 rows have the tokenizer's special tokens twice at an end"] * twice
+    assert [str(each.message).split(", since")[0] for each in said] == expected
+    plain = hfp.tokenize(rows, tokenizer, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert plain[1] == (ids if ids[-1] == 1 else [*ids, 1])
+
+
+@pytest.mark.parametrize("form", ["numpy", "pandas", "arrow", "polars", "torch"])
+def test_formats_of_datasets_do_not_change_tokens(form):
+    if form == "polars":
+        pytest.importorskip("polars")
+    rows = datasets.Dataset.from_list([{"text": "one"}, {"text": "two three"}])
+    tokenizer = tokenizer_with(CHATML)
+    assert hfp.tokenize(rows.with_format(form), tokenizer).to_dict() == hfp.tokenize(rows, tokenizer).to_dict()
+    chats = datasets.Dataset.from_list(CHATS)
+    assert hfp.tokenize(chats.with_format(form), tokenizer).to_dict() == hfp.tokenize(chats, tokenizer).to_dict()
+
+
+@pytest.mark.filterwarnings("ignore:tokenize")
+def test_empty_splits_and_streams_that_begin_with_blank_rows():
+    rows, tokenizer = datasets.Dataset.from_list(CHATS), tokenizer_with(CHATML)
+    both = hfp.tokenize(datasets.DatasetDict(train=rows, test=rows.select([])), tokenizer)
+    assert len(both["test"]) == 0
+    assert both["test"].features == both["train"].features
+    assert len(datasets.concatenate_datasets([*both.values()])) == len(rows)
+    texts = [{"text": ""}] * 5 + [{"text": "one two"}]
+    stream = datasets.Dataset.from_list(texts).to_iterable_dataset()
+    expected = hfp.tokenize(datasets.Dataset.from_list(texts), tokenizer, add_special_tokens=False).to_list()
+    assert list(hfp.tokenize(stream, tokenizer)) == expected
+    assert sum(map(len, (row["input_ids"] for row in hfp.pack(hfp.tokenize(stream, tokenizer), hfp.BestFit(64))))) > 1
+
+
+def test_cached_tokens_depend_on_the_versions(monkeypatch):
+    rows, tokenizer = datasets.Dataset.from_list(CHATS), tokenizer_with(CHATML)
+    settings = {"batched": True, "fn_kwargs": {"tokenizer": tokenizer}, "remove_columns": rows.column_names}
+
+    def keys():
+        return [
+            hfp.tokenize(rows, tokenizer)._fingerprint,
+            rows.map(hfp.tokenize, **settings)._fingerprint,
+            rows.map(hfp.branches, **settings)._fingerprint,
+        ]
+
+    now = keys()
+    assert keys() == now
+    real, given = importlib.metadata.version, {}
+    monkeypatch.setattr("hf_packing.versions.version", lambda name: given.get(name) or real(name))
+    seen = [now]
+    for package in ("hf-packing", "transformers", "trl", "jinja2", "tokenizers"):
+        given[package] = "0.0.1"
+        seen.append(keys())
+    assert all(len(set(each)) == len(seen) for each in zip(*seen, strict=True)), "tokenized anew each time"
+    monkeypatch.setattr("hf_packing.versions.version", real)
+    assert keys() == now
+    tokenizer.chat_template = MARKED
+    assert all(map(str.__ne__, keys(), now))
+
+
+def test_functions_whose_results_are_cached_can_be_pickled():
+    for function in (hfp.tokenize, hfp.branches):
+        assert pickle.loads(pickle.dumps(function)) is function  # written above
+
+
+@pytest.mark.parametrize("template", [CHATML, ALTERNATING + "{% if add_generation_prompt %} {% endif %}"])
+def test_long_chats_are_rendered_in_linear_time(template, monkeypatch):
+    """The messages that are written for a chat are about four times those of half of it, if each is asked about all."""
+    written = []
+    real = Renderer.write
+    monkeypatch.setattr(
+        Renderer, "write", lambda own, chat, *rest, **more: written.append(len(chat)) or real(own, chat, *rest, **more)
+    )
+
+    def asked(turns):
+        chat = [message for number in range(turns) for message in (user(f"a{number}"), assistant(f"b{number}"))]
+        written.clear()
+        rendered = Renderer(tokenizer_with(template)).render({"messages": chat})
+        assert [rendered.text[begin:end].strip().split("<")[0] for begin, end in rendered.trained] == [
+            f"b{number}" for number in range(turns)
+        ]
+        return sum(written)
+
+    assert asked(80) < 2.2 * asked(40)
+
+
+def test_turns_that_depend_on_their_number_are_found():
+    """What the template adds to the first messages is not what the text has."""
+    numbered = "{% for m in messages %}{{ loop.index }} {{ m.role }} {{ m.content }};{% endfor %}"
+    numbered += "{% if add_generation_prompt %}{{ messages | length + 1 }} assistant {% endif %}"
+    chat = [message for number in range(5) for message in (user("a"), assistant(f"b{number}"))]
+    rendered = Renderer(tokenizer_with(numbered)).render({"messages": chat})
+    assert [rendered.text[begin:end] for begin, end in rendered.trained] == [f"b{number};" for number in range(5)]
 
 
 class Spelled(PreTrainedTokenizer):
@@ -323,14 +529,25 @@ def test_chatml_is_the_template_of_those_without_one_and_separators_belong_to_pr
     text = render({"messages": [USER], "tools": TOOLS}).text
     assert text == f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n{ASKED}"
     assert render({"messages": [USER], "tools": None}).text == ASKED
-    assert render({"prompt": "one", "completion": "two"}, separator="\n")[:2] == ("one\ntwo", [(4, 7)])
+    assert render({"prompt": "one", "completion": "two"}, separator="\n")[:2] == ("one\ntwo", "one\n")
+
+
+USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+ASKED, BEGUN, ANSWERED = "<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n", "A<|im_end|>\n"
+TURN = ASKED + BEGUN + ANSWERED
+PAIR = {"prompt": [USER], "completion": [ASSISTANT]}
 
 
 @pytest.mark.parametrize(
     ("row", "field", "text"),
     [
         ({"id": 1, "text": "a"}, None, "a"),
-        ({"text": "a", "prompt": "b", "completion": "c"}, None, "a"),
+        ({"text": "a", "prompt": "b", "completion": "c"}, None, "bc"),
+        ({"text": "a", "prompt": "b"}, None, "a"),
+        ({"text": "a", "messages": [USER]}, None, ASKED),
+        ({"text": "a", "conversations": [{"from": "user", "value": "Q"}]}, None, ASKED),
+        ({"conversations": [ASSISTANT], "messages": [USER], "text": "a"}, None, ASKED),
+        ({"text": "a", "dialog": [USER]}, "dialog", ASKED),
         ({"text": "a", "content": "b"}, "content", "b"),
         ({"text": "a", "input_ids": [1]}, "text", "a"),
         ({"text": None, "prompt": "a", "completion": "b"}, None, "ab"),
@@ -338,12 +555,6 @@ def test_chatml_is_the_template_of_those_without_one_and_separators_belong_to_pr
 )
 def test_the_first_field_that_a_row_has_is_its_text(row, field, text):
     assert render(row, text_field=field).text == text
-
-
-USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
-ASKED, BEGUN, ANSWERED = "<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n", "A<|im_end|>\n"
-TURN = ASKED + BEGUN + ANSWERED
-PAIR = {"prompt": [USER], "completion": [ASSISTANT]}
 
 
 @pytest.mark.parametrize(
@@ -365,10 +576,13 @@ def test_what_is_trained_on(row, train_on, text):
     """It stands in brackets, but for rows of which all is trained on."""
     rendered = render(row, train_on=train_on)
     marked = rendered.text
-    for begin, end in reversed(rendered.trained or []):
-        marked = f"{marked[:begin]}[{marked[begin:end]}]{marked[end:]}"
+    start = len(rendered.prompt or "")
+    assert marked.startswith(rendered.prompt or "")
+    spans = [(start, len(marked))] * (rendered.prompt is not None) if rendered.trained is None else rendered.trained
+    for begin, end in reversed(spans):
+        if end > start:
+            marked = f"{marked[:begin]}[{marked[begin:end]}]{marked[end:]}"
     assert marked == text
-    assert (rendered.trained is None) == (train_on == "all")
 
 
 @pytest.mark.parametrize(
@@ -377,15 +591,16 @@ def test_what_is_trained_on(row, train_on, text):
         ({"prompt": "a"}, {}, "prompt and completion"),
         ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion"),
         ({"text": "a"}, {"text_field": "body"}, "body"),
-        ({}, {}, "text, prompt"),
-        ({"input_ids": [1]}, {}, "text, prompt"),
-        ({"text": 5}, {}, "'text'"),
+        ({}, {}, "prompt and completion, messages"),
+        ({"input_ids": [1]}, {}, "prompt and completion, messages"),
+        ({"text": 5}, {}, "text or a list of messages, got int"),
         ({"messages": "one"}, {}, "a list of messages"),
         ({"messages": ["one"]}, {}, "messages with a role"),
-        ({"messages": [{"from": "human", "value": "one"}]}, {}, "messages with a role"),
+        ({"messages": [{"from": "human", "value": "one"}]}, {}, "got 'human'; rename the roles"),
+        ({"conversations": [{"from": "user", "text": "one"}]}, {}, "messages with a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "text, got a part .*image"),
         ({"prompt": "one", "completion": [ASSISTANT]}, {}, "a list of messages"),
-        ({"prompt": [USER], "completion": []}, {}, "completion"),
+        ({"prompt": [USER], "completion": []}, {}, "at least one message, got an empty list"),
         ({"text": "a"}, {"separator": ""}, "separator"),
         ({"messages": [USER]}, {"train_on": "completion"}, "train_on='assistant' or 'all'"),
         ({"prompt": "a", "completion": "b"}, {"train_on": "assistant"}, "train_on='completion' or 'all'"),
@@ -519,7 +734,9 @@ def test_arguments_for_the_template(qwen3):
     batch = {"messages": [plain] * 2, "chat_template_kwargs": [{"enable_thinking": True}, None]}
     any_texts = trained(qwen3, hfp.branches(batch, qwen3, chat_template_kwargs=quiet))
     assert any_texts == ["<think>\n\n</think>\n\ntwo<|im_end|>", "two<|im_end|>"]
-    with pytest.raises(hfp.PackingError, match=r"message 1: .*the prompt has .*'enable_thinking': False"):
+    with pytest.raises(
+        hfp.PackingError, match=r"message 1: .*for the first 1 messages, and .*'enable_thinking': False"
+    ):
         hfp.branches(CHAT, qwen3, chat_template_kwargs=quiet)
 
 
@@ -548,8 +765,8 @@ def test_conversations_and_turns_that_lack_something_are_counted():
     with pytest.warns(UserWarning, match="branches: ") as found:
         documents = hfp.branches(batch, tokenizer)
     assert [str(each.message) for each in found] == [
-        "branches: 3 of 4 conversations have no assistant turn after another message, and make no documents",
         "branches: 2 of 4 conversations open with an assistant turn, which is not trained on",
+        "branches: 3 of 4 conversations have no later assistant turn to train on, and make no documents",
     ]
     assert Path(found[0].filename) == Path(__file__)
     check(tokenizer, documents, batch["messages"][3], (2, 4))
@@ -558,9 +775,9 @@ def test_conversations_and_turns_that_lack_something_are_counted():
     chat = [user("one"), assistant("two"), user("three"), assistant("")]
     with pytest.warns(UserWarning, match="branches: ") as found:
         documents = hfp.branches(chat, tokenizer)
-    assert [str(each.message) for each in found] == [
-        "branches: 2 of 2 assistant turns do not end with a special token, so the model does not learn where to stop",
+    assert sorted(str(each.message) for each in found) == [
         "branches: 1 of 2 assistant turns lack content, thinking or tool calls, which the chat template leaves out",
+        "branches: 2 of 2 assistant turns do not end with a special token, so the model does not learn where to stop",
     ]
     check(tokenizer, documents, chat, (1, 3), end="")
 
@@ -597,11 +814,11 @@ PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is 
         ("chatml", {"messages": [["one"]]}, "row 0 of the batch, .*role"),
         ("chatml", {"messages": [CHAT], "tools": ["{"]}, "row 0 of the batch, .*tools"),
         ("chatml", {"prompt": ["one"], "completion": ["two"]}, "row 0 of the batch, .*list of messages"),
-        ("chatml", {"prompt": "one", "completion": "two"}, "conversations: .*batched=True"),
-        ("chatml", {"messages": CHAT}, "conversations: .*batched=True"),
-        ("chatml", {"text": ["one"]}, "conversations: .*'messages'.*text"),
-        ("chatml", {"prompt": [CHAT]}, "conversations: .*'completion'.*prompt"),
-        ("chatml", "one", "conversations: .*str"),
+        ("chatml", {"prompt": "one", "completion": "two"}, "dataset: .*batched=True"),
+        ("chatml", {"messages": CHAT}, "row 0 of the batch, .*got dict.* batched=True"),
+        ("chatml", {"text": ["one"]}, "row 0 of the batch, expected text or a list of messages, got str"),
+        ("chatml", {"prompt": [CHAT]}, "row 0 of the batch, expected prompt and completion.* got the fields prompt"),
+        ("chatml", "one", "expected text or a list of messages, got str"),
     ],
 )
 def test_refused_conversations(template, conversations, named):
@@ -611,10 +828,10 @@ def test_refused_conversations(template, conversations, named):
 
 def test_turns_that_cannot_stand_apart_from_their_prompt_are_refused():
     unopened = tokenizer_with(OPENED.replace("<think>\n{{", "{{"))
-    with pytest.raises(hfp.PackingError, match=r"message 1: .* has 'im_.*<think>\\n' .* has 'im_start.*thought one"):
+    with pytest.raises(hfp.PackingError, match=r"message 1: .* writes 'im_.*<think>\\n' .* and 'im_start.*thought one"):
         hfp.branches(CHAT, unopened)
     rewriting = tokenizer_with("{{ messages | length }}" + CHATML)
-    with pytest.raises(hfp.PackingError, match="the prompt has '1<.*' where the turn has '2<"):
+    with pytest.raises(hfp.PackingError, match="it writes '1<.*' for the first 1 messages, and '2<"):
         hfp.branches(CHAT, rewriting)
     silent = tokenizer_with(CHATML.replace("{{ message.content }}<|im_end|>\n", ""))
     with pytest.raises(hfp.PackingError, match="message 1: expected a turn with text, but the chat template writes"):
@@ -682,7 +899,7 @@ def zipped(*texts):
 def read(tmp_path, words):
     def read_texts(data, **options):
         documents = Documents(str(data), **options)
-        tokens = documents.tokens(replace(text_tokenizer(words), end=None), tmp_path / "tokens.arrow")
+        tokens = documents.tokens(TextTokenizer(words, end_documents=False), tmp_path / "tokens.arrow")
         return [words.decode(ids) for ids in tokens["input_ids"]], documents
 
     return read_texts
@@ -702,7 +919,7 @@ def test_rows_of_every_format(tmp_path, read, name):
     found, documents = read(tmp_path / name)
     assert found == [row["text"] for row in ROWS]
     assert documents.skipped == []
-    assert (documents.texts, documents.lacking) == (len(ROWS), 0)
+    assert documents.remarks == {"have no token to train on": 2}
 
 
 def test_values_are_not_changed(tmp_path):
@@ -752,7 +969,12 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
         ("a.jsonl", b'{"text": "one"}\n[3]\n', ["one"], "line 2, row 0: expected a JSON object"),
         ("a.json", b'[{"text": "one"}, 3]', ["one"], "row 1: expected a JSON object"),
         ("a.json", b"\xef\xbb\xbf" + b"[" * 100_000, [], "a.json: expected JSON"),
-        ("a.jsonl", b'{"text": "one"}\n{"body": "two"}\n', ["one"], "line 2: expected text, .* got the fields body"),
+        (
+            "a.jsonl",
+            b'{"text": "one"}\n{"body": "two"}\n',
+            ["one"],
+            "line 2: expected prompt and completion, .* got the fields body",
+        ),
         ("a.txt", b"one\r\nt\xffwo\nthree", ["one", "three"], "line 2: expected text in UTF-8"),
         ("a.txt", "one\ntwo\n".encode("utf-16-le"), [], "line 1: expected text in UTF-8.*NUL bytes"),
         ("a.tar", b"one\0\0\0", [], "a.tar: expected text in UTF-8"),
@@ -813,7 +1035,7 @@ def test_data_that_is_refused(tmp_path, words, options, argument):
     options = {name: value.format(folder=tmp_path) if name == "data" else value for name, value in options.items()}
     tokenizer = options.pop("tokenizer", words)
     with pytest.raises(hfp.PackingError, match=f"^{argument}: expected "):
-        Documents(options.pop("data"), **options).tokens(tokenizer and text_tokenizer(tokenizer), tmp_path / "t.arrow")
+        Documents(options.pop("data"), **options).tokens(tokenizer and TextTokenizer(tokenizer), tmp_path / "t.arrow")
 
 
 @pytest.mark.parametrize("name", ["org/Name-2.5", "org/data.v2", "Name-1.5-sft", "org/v1.0-en"])
@@ -827,7 +1049,7 @@ def test_tokens_are_those_of_tokenize(tmp_path, words, monkeypatch):
     rows = [{"prompt": "one " * number, "completion": " two"} for number in range(9)]
     seen = []
     documents = Documents(str(write(tmp_path / "a.jsonl", rows)))
-    found = documents.tokens(text_tokenizer(words), tmp_path / "tokens.arrow", seen.append)
+    found = documents.tokens(TextTokenizer(words), tmp_path / "tokens.arrow", seen.append)
     assert found.to_dict() == hfp.tokenize(datasets.Dataset.from_list(rows), words).to_dict()
     assert sum(seen) == 9
     assert len(seen) > 3
@@ -838,7 +1060,7 @@ def test_rows_with_tokens_are_given_as_they_are(tmp_path, words, name):
     rows = [{"input_ids": [5, 6], "labels": [-100, 6], "text": "one"}, {"input_ids": [7], "labels": [7], "text": "two"}]
     data = str(write(tmp_path / name, rows))
     assert Documents(data).tokens(None, tmp_path / "tokens.arrow").to_list() == rows
-    tokenizer = text_tokenizer(words, text_field="text")
+    tokenizer = TextTokenizer(words, text_field="text")
     tokenized = Documents(data).tokens(tokenizer, tmp_path / "tokens.arrow")
     assert tokenized["input_ids"][:] == [[2, 1], [3, 1]]
 
@@ -848,7 +1070,7 @@ def test_rows_with_tokens_are_given_as_they_are(tmp_path, words, name):
 )
 def test_lengths_of_real_documents(shared_data, tmp_path, name):
     separator = "\n" if name == "math" else None
-    tokenizer = text_tokenizer(load_tokenizer(str(shared_data / "tokenizer.json")), separator=separator)
+    tokenizer = TextTokenizer(load_tokenizer(str(shared_data / "tokenizer.json")), separator=separator)
     tokens = Documents(str(shared_data / f"{name}.jsonl.gz")).tokens(tokenizer, tmp_path / "tokens.arrow")
     lengths = np.array(list(map(len, tokens["input_ids"])))
     assert np.array_equal(lengths, np.load(shared_data / "lengths" / f"{name}.npy"))
