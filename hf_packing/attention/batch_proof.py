@@ -22,6 +22,7 @@ from hf_packing.attention.layout import read_layout, roots
 from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.runs import Runner
+from hf_packing.attention.snapshot import temporarily
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.batch.segments import part_in
@@ -185,13 +186,10 @@ def with_sampled_vocabulary(model: PreTrainedModel) -> Iterator[None]:
     own = {id(module.bias) for module in linears}
     if any(tensor.numel() == size and id(tensor) not in own for tensor in (*model.parameters(), *model.buffers())):
         linears = []
-    for module in linears:
-        module.forward = partial(_sampled_linear, module)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module in linears:
-            del module.forward
+            stack.enter_context(temporarily(module, forward=partial(_sampled_linear, module)))
+        yield
 
 
 def _sampled_linear(module: nn.Linear, hidden: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from hf_packing.attention.snapshot import (
     restored,
     restored_random_state,
     seed_all,
+    temporarily,
     without_randomness,
 )
 from hf_packing.attention.split_row import block_of
@@ -106,9 +107,8 @@ class StepRunner:
             if not any(map(is_compiled, self.models)):
                 stack.enter_context(ConstantDraws())
             for config in configurations(inner_model(self.model)) if self.without_router_losses else ():
-                if before := getattr(config, "output_router_logits", False):
-                    config.output_router_logits = False
-                    stack.callback(setattr, config, "output_router_logits", before)
+                if getattr(config, "output_router_logits", False):
+                    stack.enter_context(temporarily(config, output_router_logits=False))
             if self.model.training != training:
                 stack.enter_context(in_mode(self.model, training))
             if isinstance(self.model, DistributedDataParallel):

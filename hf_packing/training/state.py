@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model, is_patched
+from hf_packing.attention import ProveInTraining, inner_model, is_patched, temporarily
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import expect
 from hf_packing.errors import PackingError
@@ -176,7 +176,7 @@ class AttachedPacks(Attached):
         self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
         """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
         self.predictions = Predictions(trainer.accelerator)
-        """What was predicted in the evaluation that is running, or was the last."""
+        """What was predicted in the evaluation that is running."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self._compares = False
@@ -232,11 +232,8 @@ class AttachedPacks(Attached):
         Other loaders may be made on one rank alone, such as those of callbacks.
         """
         on_all_ranks(lambda _: self.check(trainer))
-        self._compares = True
-        try:
+        with temporarily(self, _compares=True):
             yield
-        finally:
-            self._compares = False
 
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
         """Return a loader for evaluation or prediction, with rows in the order of the dataset."""

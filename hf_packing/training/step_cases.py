@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer
 
-from hf_packing.attention import StepRunner, check_patched, in_mode, inner_model, input_device, pad_token_of
+from hf_packing.attention import (
+    StepRunner,
+    check_patched,
+    in_mode,
+    inner_model,
+    input_device,
+    pad_token_of,
+    temporarily,
+)
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -464,14 +472,10 @@ def as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
 
     The trainer divides by no other number of micro-batches afterwards; transformers before 5.19 did in any case.
     """
-    args = trainer.args  # a compute_loss may divide by these steps itself
-    before = args.gradient_accumulation_steps, args.average_tokens_across_devices
     trainer.current_gradient_accumulation_steps = 1
-    args.gradient_accumulation_steps, args.average_tokens_across_devices = 1, False
-    try:
+    # a compute_loss may divide by the steps of the arguments itself
+    with temporarily(trainer.args, gradient_accumulation_steps=1, average_tokens_across_devices=False):
         yield
-    finally:
-        args.gradient_accumulation_steps, args.average_tokens_across_devices = before
 
 
 _READ = 64
