@@ -23,6 +23,7 @@ from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.snapshot import temporarily
+from hf_packing.attention.split_row import SplitLayout
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.batch.segments import part_in
@@ -67,7 +68,8 @@ class BatchCase(Case):
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
         self.inputs = _inputs_of(runner, batch)
-        layout = read_layout(self.inputs, training=True)
+        part = part_in(batch)
+        layout = SplitLayout.of_part(part, runner.device) if part else read_layout(self.inputs, training=True)
         trees = layout.trees
         if layout.fillers:  # filled tokens are of no document
             trees = roots(layout.lengths[: -layout.fillers])
@@ -113,15 +115,10 @@ class PartCase(BatchCase):
     makes_same_calls = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
-        runner, pieces = Runner(model, without_ddp(model)), part.pieces
-        self.inputs = _inputs_of(runner, batch)
-        tokens = self.inputs["input_ids"].flatten()
-        self.places = torch.arange(len(tokens), device=runner.device)
-        segments, row = roots(pieces.length.tolist()), roots(part.layout.lengths.tolist())
-        others = _other_tokens(tokens, runner.model)
-        Case.__init__(self, runner, training, segments, range(len(segments.lengths)), tokens, others)
+        super().__init__(model, batch, training)
+        row = roots(part.layout.lengths.tolist())
         self.lengths, self.num_tokens = row.lengths, row.tokens
-        self.replacements = [np.flatnonzero(np.isin(pieces.document, _segments_to_replace(row))).tolist()]
+        self.replacements = [np.flatnonzero(np.isin(part.pieces.document, _segments_to_replace(row))).tolist()]
         self.wants_gradients, self.sample = False, []
 
 

@@ -255,9 +255,8 @@ def _do_nothing(*_: Any) -> None:
 def _with_borders(row: Layout, kwargs: Arguments) -> Arguments:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    borders = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
-    return {**kwargs, **borders, **{name: row.longest for name in MAX_LENGTHS if name in given}}
+    own = dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.longest)
+    return kwargs | {name: value for name, value in own.items() if kwargs.get(name) is not None}
 
 
 def is_inside(name: str, outer: str) -> bool:

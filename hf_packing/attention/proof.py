@@ -13,7 +13,7 @@
 A proof of a few short documents takes about ten forwards, that of a training batch five.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,8 +99,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
     with case.undisturbed():
         packed = case.run(gradients=case.wants_gradients and case.training and not case.runner.is_compiled)
         if case.wants_gradients and not packed.gradients:
-            graded = case.run(gradients=True)
-            packed.gradients, packed.reach, packed.failure = graded.gradients, graded.reach, graded.failure
+            packed = replace(case.run(gradients=True), outputs=packed.outputs)
         changes = [_change(case, packed, replaced) for replaced in case.replacements]
         case.known = case.known or [case.alone()]
         problem = _problem(case, packed, changes)
