@@ -135,7 +135,7 @@ class Patch:
         """The name of each module, the module, and its own modules."""
         self._known: set[nn.Module] = set()
         """The modules that the model has, and those that it had before its last change, which may be undone."""
-        self._note_parts()
+        self.note_modules()
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -172,13 +172,10 @@ class Patch:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_modules(self) -> None:
         """Note the modules that are there, after a forward too, since a few models exchange modules themselves."""
-        if any(owner._modules != before for _, owner, before in self._parts):
-            self._note_parts()
-
-    def _note_parts(self) -> None:
-        before = [each for _, each, _ in self._parts]
-        self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
-        self._known = {*before, *(each for _, each, _ in self._parts)}
+        if not self._parts or any(owner._modules != before for _, owner, before in self._parts):
+            before = [each for _, each, _ in self._parts]
+            self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
+            self._known = {*before, *(each for _, each, _ in self._parts)}
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has

@@ -33,6 +33,7 @@ from hf_packing.training.models import (
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import Reading, Source, open_source
+from hf_packing.training.step_cases import without_attach
 from hf_packing.training.step_counts import Predictions, StepCounts
 from hf_packing.training.whole_rows import WholeRows, pixels_per_patch_of, sizes_of_rows
 
@@ -315,7 +316,7 @@ class AttachedRows(Attached):
         self.first_batch_proof = FirstBatchProof() if self.prove == "first batch" else None
         checked = self.source.collate_parts()
         assert checked is not None
-        self.loss, self.checked = find_loss_unit(trainer, self.kind, checked, self._loss_unit), checked
+        self.loss, self.checked = find_loss_unit(without_attach(trainer), checked, self._loss_unit), checked
         self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:
