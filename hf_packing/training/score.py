@@ -6,7 +6,7 @@ with gradients.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -202,7 +202,7 @@ class RowToScore(NamedTuple):
     paths: TreePaths
     """The length of each sequence, and the tokens that it shares with the one before it; none in a packed row."""
     build: Callable[[], Rows]
-    """Builds the packed row or, if sequences may share tokens, the row of trees."""
+    """Builds the packed row or, if sequences share tokens, the row of trees."""
 
     def inputs(self) -> Batch:
         """Return the model's inputs."""
@@ -227,11 +227,13 @@ def rows_to_score(sequences: Sequence[_Integers], max_tokens: int, fewest_shared
         return []
     lengths = np.array([len(each) for each in sequences], dtype=np.int64)
     columns = {INPUT_IDS: column_of_values(INPUT_IDS, np.concatenate(sequences), lengths)}
-    packing = Packing(BestFit(max(max_tokens, int(lengths.max()))), fewest_shared=fewest_shared)
-    plan, _ = packing.plan(columns)
+    packed = Packing(BestFit(max(max_tokens, int(lengths.max()))))
+    trees = replace(packed, fewest_shared=fewest_shared)
+    plan, _ = trees.plan(columns)
     shared = np.zeros_like(plan.segment_length) if plan.segment_shared is None else plan.segment_shared
     rows = []
     for pack, (first, end) in enumerate(pairwise(plan.pack_offsets.tolist())):
+        packing = trees if shared[first:end].any() else packed
         paths = TreePaths(plan.segment_length[first:end], shared[first:end])
         build = partial(packing.rows, columns, plan, np.array([pack]))
         rows.append(RowToScore(plan.segment_document[first:end].tolist(), paths, build))
