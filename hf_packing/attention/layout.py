@@ -421,9 +421,8 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
     if not isinstance(longest, LongestSegment) or borders is None or len(borders) <= len(longest.lengths):
         return None
-    if tokens.shape != (1, sum(longest.lengths)):
-        return None
-    if not borders.is_inference() and borders._version:  # written in place, so the lengths may be of an earlier batch
+    is_written = not borders.is_inference() and borders._version  # in place, so the lengths may be of an earlier batch
+    if is_written or tokens.shape != (1, sum(longest.lengths)):
         return None
     borders = borders.to(tokens.device)
     return Layout(borders, roots(longest.lengths), bound=int(longest), fillers=longest.fillers)

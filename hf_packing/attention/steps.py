@@ -251,13 +251,12 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
         not (loss <= limits.loss * abs(right.loss) + noise or (math.isnan(step.loss) and math.isnan(right.loss))),
     )
     for name, size in sizes.items():
-        gradients = step.gradients.get(name), right.gradients.get(name)
-        apart = _distance(*gradients)
-        noise = limits.rounding * _distance(noisy.gradients.get(name), right.gradients.get(name))
+        own, expected, rounded = (each.gradients.get(name) for each in (step, right, noisy))
+        apart, noise = _distance(own, expected), limits.rounding * _distance(rounded, expected)
         found.largest = max(found.largest, apart / max(size, floor / limits.own, torch.finfo(torch.float32).tiny))
         if not apart <= limits.own * size + floor + noise:
             found.differ.append(name)
-            if any(each is None for each in gradients):
+            if own is None or expected is None:
                 found.only_one.append(name)
     return found
 

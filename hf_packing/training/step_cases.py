@@ -317,10 +317,8 @@ class LoopCase(PackedCase):
         return loss
 
     def unpacked(self, of: list[Document], padding: int) -> Callable[[], Tensor]:
-        inputs = self.padded(of, padding)
-        if self.function is not None:
-            return partial(self.function, self.model, inputs)
-        return lambda: self.model(**inputs).loss
+        inputs, function = self.padded(of, padding), self.function or (lambda model, batch: model(**batch).loss)
+        return partial(function, self.model, inputs)
 
 
 class RowsCase(StepCase):
@@ -414,9 +412,7 @@ def _with_padding(batch: Batch, padding: int) -> Batch:
         return batch
     fill = {LABELS: IGNORED_LABEL}
     return {
-        name: F.pad(each, (0, padding), value=fill.get(name, 0))
-        if isinstance(each, Tensor) and each.shape == mask.shape
-        else each
+        name: F.pad(each, (0, padding), value=fill.get(name, 0)) if _is_like(each, mask) else each
         for name, each in batch.items()
     }
 
