@@ -55,7 +55,7 @@ from hf_packing.training.losses import (
     trees_of,
 )
 from hf_packing.training.model_loss import WholeStep, predicts_next
-from hf_packing.training.models import models_of, not_patched, prepared_model, watched_for_unpatched
+from hf_packing.training.models import models_of, prepared_model, watched_for_unpatched
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Source
 from hf_packing.training.step import StepCase, StepReport, prove_step
@@ -236,7 +236,13 @@ class TrainerCase(PackedCase):
     def unpatched(self, of: list[Document]) -> str:
         with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self.batch_of(of)) as found:
             self.runner.run(self.packed(of))
-        return not_patched(found) if found else ""
+        if not found:
+            return ""
+        return (
+            f"{', '.join(found)} reads packed rows in compute_loss, but is not patched, so that documents may read each "
+            "other: make this model an attribute of the trainer before attach, or call patch_model(model, padded=True), "
+            "since the proof of the step runs it on padded batches, too"
+        )
 
     def _next_documents(self) -> list[Document]:
         """Return documents of the next micro-batches, to choose from.

@@ -69,9 +69,8 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        sources = []
-        if isinstance(loader := self.callback_handler.train_dataloader, StreamLoader):
-            sources.append(loader.tokens_of_sources)
+        loader = self.callback_handler.train_dataloader
+        sources = [loader.tokens_of_sources] if isinstance(loader, StreamLoader) else []
         return batches, state.step_counts.add(self.counts_of(batches, device, *sources))
 
     def counts_of(self, batches: Sequence[Batch], device: torch.device, *more: Tensor) -> Tensor:
