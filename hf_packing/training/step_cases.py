@@ -239,9 +239,9 @@ class TrainerCase(PackedCase):
         if not found:
             return ""
         return (
-            f"{', '.join(found)} reads packed rows in compute_loss, but is not patched, so that documents may read each "
-            "other: make this model an attribute of the trainer before attach, or call patch_model(model, padded=True), "
-            "since the proof of the step runs it on padded batches, too"
+            f"{', '.join(found)} reads packed rows in compute_loss, but is not patched, so that documents may read "
+            "each other: make this model an attribute of the trainer before attach, or call patch_model(model, "
+            "padded=True), since the proof of the step runs it on padded batches, too"
         )
 
     def _next_documents(self) -> list[Document]:
