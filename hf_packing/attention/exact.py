@@ -7,10 +7,10 @@ different lengths costs n calls. Compiled code calls the same function as one op
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +19,7 @@ from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_lay
 from hf_packing.attention.token_axes import cat
 from hf_packing.batch.segments import lengths_between
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import indices_in_ranges
 
 
 class TracedRow(NamedTuple):
@@ -71,7 +72,8 @@ def attend_exactly(
     plan = _plan(layout, is_causal, window, chunk, joins, query.device, query.dtype)
     if plan.places is not None:
         key, value = gather_tokens(key, plan.places), gather_tokens(value, plan.places)
-    parts = torch.split(query, plan.lengths, dim=2), _slices(key, plan.keys), _slices(value, plan.keys)
+    of_parts = (query, plan.lengths), (key, plan.keys), (value, plan.keys)
+    parts = [torch.split(each, lengths, dim=2) for each, lengths in of_parts]
     outputs = [query] * len(plan.lengths)
     for runs, before, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
@@ -100,8 +102,8 @@ class _Plan(NamedTuple):
 
     lengths: list[int]
     """The number of tokens of each run."""
-    keys: list[tuple[int, int]]
-    """Where the keys of each run begin, and their number."""
+    keys: list[int]
+    """The number of keys of each run."""
     places: Tensor | None
     """Where the keys of all runs are, int64 [keys], if they have to be gathered."""
     calls: list[tuple[list[int], int, Tensor | None]]
@@ -125,7 +127,7 @@ def _plan(
 
     runs, places = runs_of(layout, is_causal, window, chunk)
     begin = 0
-    parts, keys = [], []
+    parts, begins = [], []
     for run in runs:
         near = window or run.keys
         step, end = _LONGEST_MASKED if needs_mask(run) else run.length, run.before + run.length
@@ -134,8 +136,12 @@ def _plan(
             low = max(first - near + 1, 0)
             high = last if is_causal else min(last + near - 1, run.keys)
             parts.append(Run(last - first, high - low, first - low))
-            keys.append((begin + low, high - low))
+            begins.append(begin + low)
         begin += run.keys
+    keys = [part.keys for part in parts]
+    if sum(keys) != begin:  # the keys of several runs overlap
+        among = indices_in_ranges(np.array(begins), np.array(keys))
+        places = among if places is None else places[among]
     calls = defaultdict(list)
     for number, part in enumerate(parts):
         calls[part].append(number)
@@ -153,33 +159,6 @@ def _mask(run: Run, is_causal: bool, window: int | None, device: torch.device, d
     window = window or run.keys
     hidden = (place - key >= window) | (key - place >= (1 if is_causal else window))
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill(hidden, -math.inf)
-
-
-def _slices(tensor: Tensor, slices: list[tuple[int, int]]) -> Sequence[Tensor]:
-    """Return slices of keys or values [1, heads, keys, dim], given where each begins, and its length."""
-    if sum(length for _, length in slices) == tensor.shape[2]:
-        return torch.split(tensor, [length for _, length in slices], dim=2)
-    found: tuple[Tensor, ...] = _Overlapping.apply(tensor, slices)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Overlapping(torch.autograd.Function):
-    """Overlapping slices of keys or values. The gradients of a token are summed in float32."""
-
-    @staticmethod
-    def forward(tensor: Tensor, slices: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        return tuple(tensor.narrow(2, *at) for at in slices)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.shape, ctx.slices = inputs[0].shape, inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        total = gradients[0].new_zeros(ctx.shape, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
-        for at, gradient in zip(ctx.slices, gradients, strict=True):
-            total.narrow(2, *at).add_(gradient)
-        return total.to(gradients[0].dtype), None
 
 
 class _AfterPrefix(torch.autograd.Function):
