@@ -10,7 +10,6 @@ from collections import defaultdict
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +18,6 @@ from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_lay
 from hf_packing.attention.token_axes import cat
 from hf_packing.batch.segments import lengths_between
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import indices_in_ranges
 
 
 class TracedRow(NamedTuple):
@@ -115,35 +113,16 @@ def _plan(
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Plan:
-    def needs_mask(run: Run) -> bool:
-        is_far = window is not None and max(run.before + run.length, run.keys - run.before) > window
-        return is_far or (is_causal and run.before > 0)
-
-    runs, places = runs_of(layout, is_causal, window, chunk)
-    begin = 0
-    parts, begins = [], []
-    for run in runs:
-        near = window or run.keys
-        step, end = _LONGEST_MASKED if needs_mask(run) else run.length, run.before + run.length
-        for first in range(run.before, end, step):
-            last = min(first + step, end)
-            low = max(first - near + 1, 0)
-            high = last if is_causal else min(last + near - 1, run.keys)
-            parts.append(Run(last - first, high - low, first - low))
-            begins.append(begin + low)
-        begin += run.keys
-    keys = [part.keys for part in parts]
-    if sum(keys) != begin:  # the keys of several runs overlap
-        among = indices_in_ranges(np.array(begins), np.array(keys))
-        places = among if places is None else places[among]
+    runs, places = runs_of(layout, is_causal, window, chunk, _LONGEST_MASKED)
     calls = defaultdict(list)
-    for number, part in enumerate(parts):
-        calls[part].append(number)
+    for number, run in enumerate(runs):
+        calls[run].append(number)
     given = [
-        (numbers, _mask(part, is_causal, window, device, dtype) if needs_mask(part) else None)
-        for part, numbers in calls.items()
+        (numbers, _mask(run, is_causal, window, device, dtype) if run.needs_mask(is_causal, window) else None)
+        for run, numbers in calls.items()
     ]
-    return _Plan([part.length for part in parts], keys, None if places is None else on_device(places, device), given)
+    lengths, keys = [run.length for run in runs], [run.keys for run in runs]
+    return _Plan(lengths, keys, None if places is None else on_device(places, device), given)
 
 
 def _mask(run: Run, is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
