@@ -68,8 +68,8 @@ def attend_exactly(
     plan = _plan(layout, is_causal, window, chunk, query.device, query.dtype)
     if plan.places is not None:
         key, value = gather_tokens(key, plan.places), gather_tokens(value, plan.places)
-    of_parts = (query, plan.lengths), (key, plan.keys), (value, plan.keys)
-    parts = [torch.split(each, lengths, dim=2) for each, lengths in of_parts]
+    of_runs = (query, plan.lengths), (key, plan.keys), (value, plan.keys)
+    parts = [torch.split(each, lengths, dim=2) for each, lengths in of_runs]
     outputs = [query] * len(plan.lengths)
     for runs, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)

@@ -223,8 +223,6 @@ class StepDifference:
     """The largest difference of a gradient, as a share of its own size, or of a share of the largest gradient."""
     differ: list[str] = field(default_factory=list)
     """The parameters whose gradients differ by more than rounding explains, in the order of the model."""
-    only_one: list[str] = field(default_factory=list)
-    """Those of them that have a gradient in one of the steps only."""
 
     @property
     def found(self) -> bool:
@@ -256,8 +254,6 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
         found.largest = max(found.largest, apart / max(size, floor / limits.own, torch.finfo(torch.float32).tiny))
         if not apart <= limits.own * size + floor + noise:
             found.differ.append(name)
-            if own is None or expected is None:
-                found.only_one.append(name)
     return found
 
 
