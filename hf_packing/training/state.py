@@ -51,8 +51,21 @@ _DECIDED = (
 set on the trainer object."""
 
 
-class Attached(ABC):
-    """The state that `attach` stores as `trainer.attached`."""
+class AttachedBatches:
+    """The state that `attach` stores as `trainer.attached`, of a trainer that keeps its own batches."""
+
+    def __init__(self, trainer: Trainer, prove: ProveInTraining) -> None:
+        self.kind = type(trainer)
+        """The trainer's class before attach."""
+        self.own_collator = self.collator = trainer.data_collator
+        """The trainer's collator before attach, and after it."""
+        self.prove = prove
+        self.first_batch_proof = FirstBatchProof() if prove == "first batch" else None
+        """Proves the first batch; None if nothing is proven of it."""
+
+
+class Attached(AttachedBatches, ABC):
+    """The state of a trainer whose batches attach has planned."""
 
     source: Source | WholeRows
     """What the trainer trains on."""
@@ -60,15 +73,9 @@ class Attached(ABC):
     """What the loss is a mean of: "token", "sequence", or the unit of a trainer whose rows stay whole."""
 
     def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining) -> None:
-        self.kind = type(trainer)
-        """The trainer's class before attach."""
-        self.own_collator = self.collator = trainer.data_collator
-        """The trainer's collator before attach, and after it."""
+        super().__init__(trainer, prove)
         self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
-        self.prove = prove
-        self.first_batch_proof: FirstBatchProof | None = None
-        """Proves the first batch; None if nothing is proven of it."""
         self.max_tokens = batching.most_tokens
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
         self.step_counts = StepCounts()
@@ -323,13 +330,3 @@ class AttachedRows(Attached):
         summary: EpochSummary = super().summary(trainer)
         dropped, lost = lost_pairs(trainer, trainer.train_dataset)
         return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)
-
-
-class AttachedBatches:
-    """The state of a trainer that keeps its own batches."""
-
-    def __init__(self, trainer: Any, prove: ProveInTraining) -> None:
-        self.kind = type(trainer)
-        """The trainer's class before attach."""
-        self.own_collator = self.collator = trainer.data_collator
-        self.first_batch_proof = FirstBatchProof() if prove == "first batch" else None
