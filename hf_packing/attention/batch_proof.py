@@ -68,7 +68,11 @@ class BatchCase(Case):
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
-        self.inputs = _inputs_of(runner, batch)
+        # a compiled model would be compiled once more for calls without labels
+        kept = _OF_OWN_LOSS if runner.is_compiled else set()
+        # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
+        taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
+        self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
         part = part_in(batch)
         layout = SplitLayout.of_part(part, runner.device) if part else read_layout(self.inputs, training=True)
         trees = layout.trees
@@ -94,16 +98,6 @@ class BatchCase(Case):
         sampled = nullcontext() if self.runner.is_compiled else with_sampled_vocabulary(self.model)
         with self.runner.undisturbed(self.training, in_series=True, keeps_modes=True), sampled:
             yield
-
-
-def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the model takes of a batch, on its device, without what only the loss needs."""
-    # a compiled model would be compiled once more for calls without labels
-    kept = _OF_OWN_LOSS if runner.is_compiled else set()
-    # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
-    taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
-    inputs: dict[str, Any] = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
-    return inputs
 
 
 class PartCase(BatchCase):

@@ -49,7 +49,6 @@ class Proof:
     """The mode of the model: "training" or "evaluation"."""
     where: str
     """The sizes of the batch, the mode and the dtype."""
-    tokens: int
     documents: int
     """Number of documents; a piece of a document that was cut counts as a document."""
     alone: tuple[int, ...]
@@ -113,7 +112,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
                 case.known.append(case.alone(other))
                 case.measure_noise(case.known[-1])
             problem = _problem(case, packed, changes, repeated)
-    route, lengths, tokens = route_of(case.model), case.lengths, case.num_tokens
+    route, lengths = route_of(case.model), case.lengths
     mode, dtype = "training" if case.training else "evaluation", str(case.runner.dtype).removeprefix("torch.")
     return Proof(
         problem=problem,
@@ -121,10 +120,9 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         max_gradient_leak=packed.reach,
         mode=mode,
         where=(
-            f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {tokens:,} in all, in {mode} mode "
+            f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {case.num_tokens:,} in all, in {mode} mode "
             f"and {dtype}"
         ),
-        tokens=tokens,
         documents=len(lengths),
         alone=tuple(sorted({lengths[each] for each in case.known[0].runs})),
         longest=max(lengths),

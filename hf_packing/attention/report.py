@@ -259,7 +259,7 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
         )
     proofs = [prove_on_batch(model, batch, training=False)]
     if proofs[0].documents < 2:
-        raise PackingError(f"batch: expected several documents, got one document of {proofs[0].tokens} tokens")
+        raise PackingError(f"batch: expected several documents, got one document of {proofs[0].longest} tokens")
     if not proofs[0].problem:
         proofs.append(prove_on_batch(model, batch, training=True))
     return _report(inner_model(model), proofs, str(proofs[-1]))

@@ -112,8 +112,7 @@ class Attached(AttachedBatches, ABC):
         current = dict(model.named_modules())
         self.modules = self.modules or current
         if current != self.modules:
-            names = [*self.modules, *current]
-            name = next(each for each in names if current.get(each) is not self.modules.get(each))
+            name = next(each for each in self.modules | current if current.get(each) is not self.modules.get(each))
             raise PackingError(
                 f"model: expected the modules of the first batch, but {name!r} is another one now, of which nothing is "
                 "proven; call attach again after a change"
@@ -321,9 +320,9 @@ class AttachedRows(Attached):
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
         """How each model of the trainer runs padded batches."""
         self.first_batch_proof = FirstBatchProof() if self.prove == "first batch" else None
-        checked = self.source.collate_parts()
-        assert checked is not None
-        self.loss, self.checked = find_loss_unit(without_attach(trainer), checked, self._loss_unit), checked
+        self.checked = self.source.collate_parts()
+        assert self.checked is not None
+        self.loss = find_loss_unit(without_attach(trainer), self.checked, self._loss_unit)
         self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:
