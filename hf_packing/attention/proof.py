@@ -49,6 +49,7 @@ class Proof:
     """The mode of the model: "training" or "evaluation"."""
     where: str
     """The sizes of the batch, the mode and the dtype."""
+    tokens: int
     documents: int
     """Number of documents; a piece of a document that was cut counts as a document."""
     alone: tuple[int, ...]
@@ -123,6 +124,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
             f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {case.num_tokens:,} in all, in {mode} mode "
             f"and {dtype}"
         ),
+        tokens=case.num_tokens,
         documents=len(lengths),
         alone=tuple(sorted({lengths[each] for each in case.known[0].runs})),
         longest=max(lengths),
