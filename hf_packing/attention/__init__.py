@@ -82,7 +82,7 @@ from hf_packing.attention.report import IsolationReport, check_isolation, predic
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
-from hf_packing.attention.snapshot import in_mode, restored_random_state
+from hf_packing.attention.snapshot import in_mode, restored_random_state, temporarily
 from hf_packing.attention.split_row import block_of
 from hf_packing.attention.steps import Step, StepDifference, StepRunner, compare
 
@@ -124,6 +124,7 @@ __all__ = [
     "share_prefixes",
     "small_copy_of",
     "takes_argument",
+    "temporarily",
     "unpatch_model",
     "unpatched_on_error",
 ]

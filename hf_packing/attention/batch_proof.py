@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
 from hf_packing.attention.layout import read_layout, roots
-from hf_packing.attention.model import embedding_of, without_ddp
+from hf_packing.attention.model import embedding_of, has_local_weights, without_ddp
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.runs import Runner
+from hf_packing.attention.snapshot import temporarily
+from hf_packing.attention.split_row import SplitLayout
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.batch.segments import part_in
@@ -31,8 +34,8 @@ from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
-"""Number of documents that run alone. All ranks make the same number of calls, since ranks that shard a model wait for
-each other in every call."""
+"""Number of calls on documents alone of ranks that shard a model, which wait for each other in every call. Other ranks
+make one for each document."""
 
 _SHARE_ALONE = 4
 """A document that runs alone has at most one in this number of the batch's tokens, unless every document is longer."""
@@ -65,8 +68,13 @@ class BatchCase(Case):
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
-        self.inputs = _inputs_of(runner, batch)
-        layout = read_layout(self.inputs, training=True)
+        # a compiled model would be compiled once more for calls without labels
+        kept = _OF_OWN_LOSS if runner.is_compiled else set()
+        # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
+        taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
+        self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
+        part = part_in(batch)
+        layout = SplitLayout.of_part(part, runner.device) if part else read_layout(self.inputs, training=True)
         trees = layout.trees
         if layout.fillers:  # filled tokens are of no document
             trees = roots(layout.lengths[: -layout.fillers])
@@ -80,8 +88,9 @@ class BatchCase(Case):
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""
-        chosen = sampled_documents(self.lengths, self.graded[0], trees.tokens) if len(self.paths) > 1 else []
-        self.sample = [*chosen, *[None] * (_CALLS_ALONE - len(chosen))]
+        self.sample = sampled_documents(self.lengths, self.graded[0], trees.tokens) if len(self.paths) > 1 else []
+        if not has_local_weights(self.model):
+            self.sample = [*islice(cycle(self.sample or [0]), _CALLS_ALONE)]
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -89,16 +98,6 @@ class BatchCase(Case):
         sampled = nullcontext() if self.runner.is_compiled else with_sampled_vocabulary(self.model)
         with self.runner.undisturbed(self.training, in_series=True, keeps_modes=True), sampled:
             yield
-
-
-def _inputs_of(runner: Runner, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the model takes of a batch, on its device, without what only the loss needs."""
-    # a compiled model would be compiled once more for calls without labels
-    kept = _OF_OWN_LOSS if runner.is_compiled else set()
-    # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
-    taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
-    inputs: dict[str, Any] = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
-    return inputs
 
 
 class PartCase(BatchCase):
@@ -112,15 +111,10 @@ class PartCase(BatchCase):
     makes_same_calls = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
-        runner, pieces = Runner(model, without_ddp(model)), part.pieces
-        self.inputs = _inputs_of(runner, batch)
-        tokens = self.inputs["input_ids"].flatten()
-        self.places = torch.arange(len(tokens), device=runner.device)
-        segments, row = roots(pieces.length.tolist()), roots(part.layout.lengths.tolist())
-        others = _other_tokens(tokens, runner.model)
-        Case.__init__(self, runner, training, segments, range(len(segments.lengths)), tokens, others)
+        super().__init__(model, batch, training)
+        row = roots(part.layout.lengths.tolist())
         self.lengths, self.num_tokens = row.lengths, row.tokens
-        self.replacements = [np.flatnonzero(np.isin(pieces.document, _segments_to_replace(row))).tolist()]
+        self.replacements = [np.flatnonzero(np.isin(part.pieces.document, _segments_to_replace(row))).tolist()]
         self.wants_gradients, self.sample = False, []
 
 
@@ -185,13 +179,10 @@ def with_sampled_vocabulary(model: PreTrainedModel) -> Iterator[None]:
     own = {id(module.bias) for module in linears}
     if any(tensor.numel() == size and id(tensor) not in own for tensor in (*model.parameters(), *model.buffers())):
         linears = []
-    for module in linears:
-        module.forward = partial(_sampled_linear, module)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module in linears:
-            del module.forward
+            stack.enter_context(temporarily(module, forward=partial(_sampled_linear, module)))
+        yield
 
 
 def _sampled_linear(module: nn.Linear, hidden: Tensor) -> Tensor:

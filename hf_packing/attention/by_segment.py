@@ -10,6 +10,7 @@ returns a value for every token makes these rows.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, within
 from hf_packing.attention.model import GATHERED, Arguments, failing_on, is_fsdp
 from hf_packing.attention.padded import PaddedRows, current_rows
-from hf_packing.attention.snapshot import restored
+from hf_packing.attention.snapshot import restored, temporarily
 from hf_packing.attention.split_row import SplitLayout, exchange_of, gather_inputs
 from hf_packing.attention.token_axes import (
     Fill,
@@ -231,21 +232,14 @@ class SegmentedForward(ReplacedForward):
         """
         with ExitStack() as stack:
             for name, result in {**ahead, **dict.fromkeys(self.plan.after.values())}.items():
-                known = _KnownResult(self.module.get_submodule(name), result)
-                known.install()
-                stack.callback(known.remove)
+                inner = self.module.get_submodule(name)
+                stack.enter_context(temporarily(inner, forward=partial(_known_result, result)))
             yield
 
 
-class _KnownResult(ReplacedForward):
-    """A replacement for the forward of a module, which returns a result that is known or, if it is None, its input."""
-
-    def __init__(self, module: nn.Module, result: Tensor | None) -> None:
-        super().__init__(module)
-        self.result = result
-
-    def __call__(self, value: Tensor) -> Tensor:
-        return value if self.result is None else self.result
+def _known_result(result: Tensor | None, value: Tensor) -> Tensor:
+    """Return the result of a module that is known or, if it is None, the input of the module."""
+    return value if result is None else result
 
 
 def _do_nothing(*_: Any) -> None:
@@ -255,9 +249,8 @@ def _do_nothing(*_: Any) -> None:
 def _with_borders(row: Layout, kwargs: Arguments) -> Arguments:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    borders = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
-    return {**kwargs, **borders, **{name: row.longest for name in MAX_LENGTHS if name in given}}
+    own = dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.longest)
+    return kwargs | {name: value for name, value in own.items() if kwargs.get(name) is not None}
 
 
 def is_inside(name: str, outer: str) -> bool:

@@ -7,7 +7,6 @@ different lengths costs n calls. Compiled code calls the same function as one op
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -66,19 +65,15 @@ def attend_exactly(
         Attention output, [1, heads, tokens, value_dim].
     """
     is_plain = softcap is None and sinks is None
-    # torch's kernel for CPUs says what attention needs to be joined, so that no mask is needed
-    joins = query.is_cpu and is_plain and is_causal and not (dropout or window) and query.shape[3] == value.shape[3]
-    plan = _plan(layout, is_causal, window, chunk, joins, query.device, query.dtype)
+    plan = _plan(layout, is_causal, window, chunk, query.device, query.dtype)
     if plan.places is not None:
         key, value = gather_tokens(key, plan.places), gather_tokens(value, plan.places)
-    parts = torch.split(query, plan.lengths, dim=2), _slices(key, plan.keys), _slices(value, plan.keys)
+    of_runs = (query, plan.lengths), (key, plan.keys), (value, plan.keys)
+    parts = [torch.split(each, lengths, dim=2) for each, lengths in of_runs]
     outputs = [query] * len(plan.lengths)
-    for runs, before, mask in plan.calls:
+    for runs, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
-        if joins and before:
-            (k1, k2), (v1, v2) = (each.tensor_split([before], dim=2) for each in (k, v))
-            attended: Tensor = _AfterPrefix.apply(q, scale, k1, v1, k2, v2)  # type: ignore[no-untyped-call]
-        elif is_plain:
+        if is_plain:
             causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(
                 q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -100,13 +95,13 @@ class _Plan(NamedTuple):
 
     lengths: list[int]
     """The number of tokens of each run."""
-    keys: list[tuple[int, int]]
-    """Where the keys of each run begin, and their number."""
+    keys: list[int]
+    """The number of keys of each run."""
     places: Tensor | None
     """Where the keys of all runs are, int64 [keys], if they have to be gathered."""
-    calls: list[tuple[list[int], int, Tensor | None]]
-    """The runs of each call, which have equal numbers of tokens and of keys; the number of keys before the first token
-    of each; and the mask [length, keys], which is added to scores; None if the rule is that of torch's attention."""
+    calls: list[tuple[list[int], Tensor | None]]
+    """The runs of each call, which have equal numbers of tokens and of keys; and the mask [length, keys], which is
+    added to scores; None if the rule is that of torch's attention."""
 
 
 @once_for_all_layers
@@ -115,35 +110,19 @@ def _plan(
     is_causal: bool,
     window: int | None,
     chunk: int | None,
-    joins: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Plan:
-    def needs_mask(run: Run) -> bool:
-        is_far = window is not None and max(run.before + run.length, run.keys - run.before) > window
-        return not joins and (is_far or (is_causal and run.before > 0))
-
-    runs, places = runs_of(layout, is_causal, window, chunk)
-    begin = 0
-    parts, keys = [], []
-    for run in runs:
-        near = window or run.keys
-        step, end = _LONGEST_MASKED if needs_mask(run) else run.length, run.before + run.length
-        for first in range(run.before, end, step):
-            last = min(first + step, end)
-            low = max(first - near + 1, 0)
-            high = last if is_causal else min(last + near - 1, run.keys)
-            parts.append(Run(last - first, high - low, first - low))
-            keys.append((begin + low, high - low))
-        begin += run.keys
+    runs, places = runs_of(layout, is_causal, window, chunk, _LONGEST_MASKED)
     calls = defaultdict(list)
-    for number, part in enumerate(parts):
-        calls[part].append(number)
+    for number, run in enumerate(runs):
+        calls[run].append(number)
     given = [
-        (numbers, part.before, _mask(part, is_causal, window, device, dtype) if needs_mask(part) else None)
-        for part, numbers in calls.items()
+        (numbers, _mask(run, is_causal, window, device, dtype) if run.needs_mask(is_causal, window) else None)
+        for run, numbers in calls.items()
     ]
-    return _Plan([part.length for part in parts], keys, None if places is None else on_device(places, device), given)
+    lengths, keys = [run.length for run in runs], [run.keys for run in runs]
+    return _Plan(lengths, keys, None if places is None else on_device(places, device), given)
 
 
 def _mask(run: Run, is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -153,62 +132,6 @@ def _mask(run: Run, is_causal: bool, window: int | None, device: torch.device, d
     window = window or run.keys
     hidden = (place - key >= window) | (key - place >= (1 if is_causal else window))
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill(hidden, -math.inf)
-
-
-def _slices(tensor: Tensor, slices: list[tuple[int, int]]) -> Sequence[Tensor]:
-    """Return slices of keys or values [1, heads, keys, dim], given where each begins, and its length."""
-    if sum(length for _, length in slices) == tensor.shape[2]:
-        return torch.split(tensor, [length for _, length in slices], dim=2)
-    found: tuple[Tensor, ...] = _Overlapping.apply(tensor, slices)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Overlapping(torch.autograd.Function):
-    """Overlapping slices of keys or values. The gradients of a token are summed in float32."""
-
-    @staticmethod
-    def forward(tensor: Tensor, slices: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        return tuple(tensor.narrow(2, *at) for at in slices)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.shape, ctx.slices = inputs[0].shape, inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        total = gradients[0].new_zeros(ctx.shape, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
-        for at, gradient in zip(ctx.slices, gradients, strict=True):
-            total.narrow(2, *at).add_(gradient)
-        return total.to(gradients[0].dtype), None
-
-
-class _AfterPrefix(torch.autograd.Function):
-    """Attention of runs to all keys above them, and to their own up to each token: two calls of torch's kernel for
-    CPUs, which are joined. A backward pass with the joined sums gives the exact gradients of both."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, scale: float, *above_and_own: Tensor) -> Tensor:
-        k1, v1, k2, v2 = above_and_own
-        above, sums = _FLASH(query, k1, v1, 0.0, False, scale=scale)
-        own, own_sums = _FLASH(query, k2, v2, 0.0, True, scale=scale)
-        total = torch.logaddexp(sums, own_sums)
-        shares = [(each - total).exp().unsqueeze(3).to(query) for each in (sums, own_sums)]
-        joined: Tensor = above * shares[0] + own * shares[1]
-        ctx.scale = scale
-        ctx.save_for_backward(query, *above_and_own, joined, total)
-        return joined
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, k1, v1, k2, v2, *joined = ctx.saved_tensors
-        q1, *above = _FLASH_BACKWARD(gradient, query, k1, v1, *joined, 0.0, False, scale=ctx.scale)
-        q2, *own = _FLASH_BACKWARD(gradient, query, k2, v2, *joined, 0.0, True, scale=ctx.scale)
-        return q1 + q2, None, *above, *own
-
-
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""The kernel behind torch's attention on CPUs, which also returns the log of the sum of exponentials of the scores."""
 
 
 def attend_with_scores(

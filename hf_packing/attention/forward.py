@@ -75,7 +75,14 @@ from hf_packing.attention.route import (
     mark_changing_sizes,
     sees_labels,
 )
-from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
+from hf_packing.attention.snapshot import (
+    Attention,
+    attention_now,
+    attention_of,
+    restore_attention,
+    temporarily,
+    use_attention,
+)
 from hf_packing.attention.split_row import SplitLayout
 from hf_packing.batch.collate import refuse_missing_first_labels
 from hf_packing.batch.loader import check_loader
@@ -128,7 +135,7 @@ class Patch:
         """The name of each module, the module, and its own modules."""
         self._known: set[nn.Module] = set()
         """The modules that the model has, and those that it had before its last change, which may be undone."""
-        self._note_parts()
+        self.note_modules()
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -165,13 +172,10 @@ class Patch:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_modules(self) -> None:
         """Note the modules that are there, after a forward too, since a few models exchange modules themselves."""
-        if any(owner._modules != before for _, owner, before in self._parts):
-            self._note_parts()
-
-    def _note_parts(self) -> None:
-        before = [each for _, each, _ in self._parts]
-        self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
-        self._known = {*before, *(each for _, each, _ in self._parts)}
+        if not self._parts or any(owner._modules != before for _, owner, before in self._parts):
+            before = [each for _, each, _ in self._parts]
+            self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
+            self._known = {*before, *(each for _, each, _ in self._parts)}
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
@@ -351,16 +355,14 @@ class PatchedForward(ReplacedForward):
         """Context manager: within the block, the model's forward is running on a layout or on padded rows, and
         transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
         by the current layout, so a mask need not do this."""
-        patch, before = self.patch, masking_utils.find_packed_sequence_indices
-        was_running, patch.is_running, patch.hides_mask = patch.is_running, True, hides_mask
-        masking_utils.find_packed_sequence_indices = _find_unknown_borders
-        models = *running.get(), id(self.model)
-        try:
-            with within(running, models), within(current_layout, layout), within(current_rows, rows):
-                yield
-        finally:
-            patch.is_running, patch.hides_mask = was_running, False  # a forward that hides it starts no other one
-            masking_utils.find_packed_sequence_indices = before
+        with (
+            temporarily(self.patch, is_running=True, hides_mask=hides_mask),
+            temporarily(masking_utils, find_packed_sequence_indices=_find_unknown_borders),
+            within(running, (*running.get(), id(self.model))),
+            within(current_layout, layout),
+            within(current_rows, rows),
+        ):
+            yield
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _classify(self, args: Any, kwargs: Arguments) -> tuple[Arguments, Layout | None, PaddedRows | None]:

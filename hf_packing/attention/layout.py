@@ -210,11 +210,17 @@ class Run(NamedTuple):
     before: int
     """The number of keys before the first token."""
 
+    def needs_mask(self, is_causal: bool, window: int | None) -> bool:
+        """Return whether its tokens see other keys than all of them or, if `is_causal`, all up to each token."""
+        is_far = window is not None and max(self.before + self.length, self.keys - self.before) > window
+        return is_far or (is_causal and self.before > 0)
+
 
 def runs_of(
-    layout: Layout, is_causal: bool, window: int | None, chunk: int | None
+    layout: Layout, is_causal: bool, window: int | None, chunk: int | None, longest: int | None = None
 ) -> tuple[list[Run], IntArray | None]:
-    """Return the runs of a row, given arguments of `attend_exactly`.
+    """Return the runs of a row, given arguments of `attend_exactly`. Those that need a mask have at most `longest`
+    tokens.
 
     Returns:
         The runs, and where the keys of one run after the other are among those that attention gets, int64 [keys]; None
@@ -224,14 +230,26 @@ def runs_of(
     for start, end, size, before in layout.pieces_of_paths.tolist():
         step, near = chunk or size, window or size
         for first, last in pairwise([start, *range((start // step + 1) * step, end, step), end]):
-            begin = max(first - near + 1, first // step * step)
-            beyond = last if is_causal else min(last + near - 1, first // step * step + step, size)
-            runs.append(Run(last - first, beyond - begin, first - begin))
-            begins.append(before + begin)
-    if not layout.has_prefixes:
+            low = first // step * step
+            limits = low, min(low + step, size), near, is_causal
+            _, whole = _run_between(first, last, *limits)
+            most = longest if longest is not None and whole.needs_mask(is_causal, window) else whole.length
+            for place in range(first, last, most):
+                begin, run = _run_between(place, min(place + most, last), *limits)
+                runs.append(run)
+                begins.append(before + begin)
+    keys = [run.keys for run in runs]
+    if not layout.has_prefixes and sum(keys) == sum(layout.lengths):
         return runs, None
-    places = indices_in_ranges(np.array(begins), np.array([run.keys for run in runs]))
+    places = indices_in_ranges(np.array(begins), np.array(keys))
     return runs, layout.find_keys(places, is_causal, window, chunk)
+
+
+def _run_between(first: int, last: int, low: int, high: int, near: int, is_causal: bool) -> tuple[int, Run]:
+    """Return the run of some tokens of a path, and its first key. No key is before `low` or from `high` on."""
+    begin = max(first - near + 1, low)
+    beyond = last if is_causal else min(last + near - 1, high)
+    return begin, Run(last - first, beyond - begin, first - begin)
 
 
 class SharedCall(NamedTuple):
@@ -421,9 +439,8 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
     if not isinstance(longest, LongestSegment) or borders is None or len(borders) <= len(longest.lengths):
         return None
-    if tokens.shape != (1, sum(longest.lengths)):
-        return None
-    if not borders.is_inference() and borders._version:  # written in place, so the lengths may be of an earlier batch
+    is_written = not borders.is_inference() and borders._version  # in place, so the lengths may be of an earlier batch
+    if is_written or tokens.shape != (1, sum(longest.lengths)):
         return None
     borders = borders.to(tokens.device)
     return Layout(borders, roots(longest.lengths), bound=int(longest), fillers=longest.fillers)

@@ -195,15 +195,10 @@ def _sizes_of(model: nn.Module) -> set[int]:
 
 
 def distinctive_lengths(model: nn.Module) -> list[int]:
-    """Return three document lengths. Neither their sum nor the largest of them, if possible, is an axis size or an
+    """Return three document lengths. Neither their sum nor, if possible, the largest of them is an axis size or an
     integer setting of the model."""
     sizes = _sizes_of(model)
-    found = [lengths for lengths in _LENGTHS if sum(lengths) not in sizes]
-    if not found:
-        raise PackingError(
-            "model: expected a row length of 41, 43, 47 or 53 that is no size or setting of it, got none"
-        )
-    return list(min(found, key=lambda lengths: max(lengths) in sizes))
+    return [*min(_LENGTHS, key=lambda lengths: (sum(lengths) in sizes, max(lengths) in sizes))]
 
 
 ALIGNED = 128

@@ -10,10 +10,10 @@
 5. Every document has the outputs and gradients that it has alone on the model without its patch, up to measured
    rounding. They are compared with the model's own attention function and, if it disagrees, with eager attention.
 
-A proof of a few short documents takes about ten forwards, that of a training batch five.
+A proof of a few short documents takes about ten forwards, that of a training batch up to five.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,8 +99,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
     with case.undisturbed():
         packed = case.run(gradients=case.wants_gradients and case.training and not case.runner.is_compiled)
         if case.wants_gradients and not packed.gradients:
-            graded = case.run(gradients=True)
-            packed.gradients, packed.reach, packed.failure = graded.gradients, graded.reach, graded.failure
+            packed = replace(case.run(gradients=True), outputs=packed.outputs)
         changes = [_change(case, packed, replaced) for replaced in case.replacements]
         case.known = case.known or [case.alone()]
         problem = _problem(case, packed, changes)
@@ -114,7 +113,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
                 case.known.append(case.alone(other))
                 case.measure_noise(case.known[-1])
             problem = _problem(case, packed, changes, repeated)
-    route, lengths, tokens = route_of(case.model), case.lengths, case.num_tokens
+    route, lengths = route_of(case.model), case.lengths
     mode, dtype = "training" if case.training else "evaluation", str(case.runner.dtype).removeprefix("torch.")
     return Proof(
         problem=problem,
@@ -122,10 +121,10 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         max_gradient_leak=packed.reach,
         mode=mode,
         where=(
-            f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {tokens:,} in all, in {mode} mode "
+            f"{len(lengths):,} documents of up to {max(lengths):,} tokens, {case.num_tokens:,} in all, in {mode} mode "
             f"and {dtype}"
         ),
-        tokens=tokens,
+        tokens=case.num_tokens,
         documents=len(lengths),
         alone=tuple(sorted({lengths[each] for each in case.known[0].runs})),
         longest=max(lengths),

@@ -170,15 +170,15 @@ def check_isolation(
             raise NoLanguageModelError
         case.examine()
     except NoLanguageModelError:
-        case, checked = packed(model.base_model), "packed rows of the backbone"
-        with suppress(NotCallableError):
-            if route is None:
-                case.examine()
-        if not case.known and route is None:
-            reason = "neither the model nor its backbone can be called on packed rows, so that nothing is known of them"
-            return IsolationReport(False, nan, reason)
-        if not case.known:  # a patched classifier takes no packed rows
+        if route is not None:  # a patched classifier takes no packed rows
             case, checked = examined_padded_rows(Runner(model), seed), "padded rows"
+        else:
+            case, checked = packed(model.base_model), "packed rows of the backbone"
+            try:
+                case.examine()
+            except NotCallableError:
+                reason = "neither the model nor its backbone can be called on packed rows, so nothing is known of them"
+                return IsolationReport(False, nan, reason)
     except NotCallableError:  # it may be callable with what the collator makes
         case.known = [Alone({}, None, noise=0.0)]
     return replace(_check_rows(case), checked=checked)
@@ -259,7 +259,7 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
         )
     proofs = [prove_on_batch(model, batch, training=False)]
     if proofs[0].documents < 2:
-        raise PackingError(f"batch: expected several documents, got one document of {proofs[0].tokens} tokens")
+        raise PackingError(f"batch: expected several documents, got one document of {proofs[0].longest} tokens")
     if not proofs[0].problem:
         proofs.append(prove_on_batch(model, batch, training=True))
     return _report(inner_model(model), proofs, str(proofs[-1]))

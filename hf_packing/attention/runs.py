@@ -22,6 +22,7 @@ from hf_packing.attention.snapshot import (
     restored,
     restored_random_state,
     seed_all,
+    temporarily,
     use_attention,
     without_randomness,
 )
@@ -142,8 +143,7 @@ class Runner:
                 stack.enter_context(without_randomness(self.model))
             if in_series:
                 stack.enter_context(self._restored())
-                self._is_in_series = True
-                stack.callback(setattr, self, "_is_in_series", False)
+                stack.enter_context(temporarily(self, _is_in_series=True))
             yield
 
     @contextmanager
@@ -181,12 +181,8 @@ class Runner:
         with nullcontext() if patch is None else patch.suspended(), use_attention(attention_of(self.model)):
             if attention is not None:
                 self.model.set_attn_implementation(attention)
-            before, self._is_in_series = self._is_in_series, False
-            try:
-                with self.eagerly():
-                    yield
-            finally:
-                self._is_in_series = before
+            with self.eagerly(), temporarily(self, _is_in_series=False):
+                yield
 
     @property
     def other_attention(self) -> str | None:

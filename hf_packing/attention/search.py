@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import Given, ModulePlan, SegmentedForward, is_inside
 from hf_packing.attention.layout import Layout, SharedCall, Sharing
-from hf_packing.attention.model import configurations
 from hf_packing.attention.snapshot import OF_EVERY_MODULE, restored
 from hf_packing.attention.token_axes import (
     Path,
@@ -210,24 +209,16 @@ def modules_alike(model: nn.Module) -> list[list[str]]:
     """Return the names of all modules of a model, in groups of modules that are built alike.
 
     Two modules are built alike if their names differ only in the numbers of layers, and they are shown alike, with all
-    inner modules, and have the same hooks, and tensors of the same shapes and equal settings as attributes. If they
-    store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
+    inner modules, and have the same hooks, and tensors of the same shapes and equal settings as attributes, other than
+    the number of their layer.
     """
     groups = defaultdict(list)
-    settings = [value for config in configurations(model) for value in vars(config).values()]
     for name, module in model.named_modules():
-        own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
-        layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
-        of_layers = [
-            each[number]
-            for number in layers
-            for each in settings
-            if isinstance(each, (list, tuple)) and 0 <= number < len(each)
-        ]
+        own = {each: value for each, value in vars(module).items() if each not in {*OF_EVERY_MODULE, *_LAYER_NUMBERS}}
         others = module._parameters, module._buffers, module._forward_pre_hooks, module._forward_hooks
         described = (_describe(value) for each in (own, *others) for value in each.values())
         place = ("*" if part.isdigit() else part for part in name.split("."))
-        groups[*place, repr(module), module.training, repr(of_layers), *own, *described].append(name)
+        groups[*place, repr(module), module.training, *own, *described].append(name)
     return [*groups.values()]
 
 

@@ -5,7 +5,7 @@ import gc
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from itertools import chain, islice
@@ -49,6 +49,20 @@ _ATTENTION = "_attn_implementation_internal"
 """The attribute in which a configuration stores the name of its attention function. The patch restores this attribute
 directly. The method `set_attn_implementation` would reject the value None, which some inner configurations have, and
 would reject an attention function whose package is not installed."""
+
+
+@contextmanager
+def temporarily(of: Any, **values: Any) -> Iterator[None]:
+    """Context manager: within the block, attributes of an object itself, which it need not have, are these values."""
+    own = vars(of)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        own.update(before)
+        for name in values.keys() - before:
+            del own[name]
 
 
 class ModuleSnapshot:
@@ -375,24 +389,20 @@ Examples are attention_dropout, layerdrop, router_jitter_noise and neftune_noise
 def without_randomness(model: PreTrainedModel, words: Sequence[str] = _RANDOM_SETTINGS) -> Iterator[None]:
     """Context manager: within the block, a model's dropout, layer dropping and noise are switched off, as far as their
     probabilities and scales are settings with one of these words. Training mode is not changed."""
-    before = [(owner, _random_settings(owner, words)) for owner in (*model.modules(), *configurations(model))]
-    try:
-        for owner, settings in before:
-            vars(owner).update(dict.fromkeys(settings, 0.0))
+    with ExitStack() as stack:
+        for owner in (*model.modules(), *configurations(model)):
+            stack.enter_context(temporarily(owner, **dict.fromkeys(_random_settings(owner, words), 0.0)))
         yield
-    finally:
-        for owner, settings in before:
-            vars(owner).update(settings)
 
 
-def _random_settings(owner: Any, words: Sequence[str]) -> dict[str, float]:
+def _random_settings(owner: Any, words: Sequence[str]) -> list[str]:
     """Return the attributes of a module or a configuration that are probabilities or noise scales, except zeros."""
     also = "p" if isinstance(owner, _DropoutNd) else None
-    return {
-        name: value
+    return [
+        name
         for name, value in vars(owner).items()
         if type(value) is float and value and (name == also or any(part in name for part in words))
-    }
+    ]
 
 
 class ConstantDraws(TorchFunctionMode):

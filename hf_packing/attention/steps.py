@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_packing.attention.model import (
     configurations,
     has_local_weights,
-    inner_model,
-    is_compiled,
     shard_again,
 )
 from hf_packing.attention.runs import Runner, with_rounding_errors
@@ -31,6 +29,7 @@ from hf_packing.attention.snapshot import (
     restored,
     restored_random_state,
     seed_all,
+    temporarily,
     without_randomness,
 )
 from hf_packing.attention.split_row import block_of
@@ -64,9 +63,9 @@ class StepRunner:
         holders: Sequence[Any] = (),
         without: Sequence[Any] = (),
     ) -> None:
-        self.model, self.models, self.ranks_per_row = model, [model, *others], ranks_per_row
+        self.model, self.ranks_per_row = model, ranks_per_row
         self.holders, self.without = holders, without
-        self.runners = [Runner(each) for each in self.models]
+        self.runners = [Runner(each) for each in (model, *others)]
         self.parameters: dict[str, nn.Parameter] = {}
         """The parameters that are trained, within `undisturbed`."""
         self.dtype = self.runners[0].dtype
@@ -78,8 +77,8 @@ class StepRunner:
     @contextmanager
     def undisturbed(self, training: bool) -> Iterator[None]:
         """Context manager: within the block, models run without dropout, and nothing of it is left after the block."""
-        for model in self.models:
-            shard_again(model)
+        for runner in self.runners:
+            shard_again(runner.called)
         self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
         with ExitStack() as stack:
@@ -87,28 +86,27 @@ class StepRunner:
             # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them
             takes_gradients = training and not hasattr(self.model, "backward")
             stack.enter_context(torch.set_grad_enabled(takes_gradients))
-            modules = [module for model in self.models for module in model.modules()]
+            modules = [module for runner in self.runners for module in runner.called.modules()]
             held = ObjectSnapshot(self.holders, (*self.without, *modules))
             stack.callback(held.restore)
             kept += [(each, each.grad) for each in held.tensors if each.is_leaf]
             for each in held.tensors:
                 if each.numel() <= MOST_KEPT and not each.is_inference():
                     stack.callback(each.detach().copy_, each.detach().clone())
-            for model in self.models:
-                weights = WeightSnapshot(model)
+            for runner in self.runners:
+                weights = WeightSnapshot(runner.called)
                 stack.callback(weights.restore)
-                stack.enter_context(restored(*model.modules()))
-                if is_compiled(model):
-                    stack.enter_context(without_randomness(inner_model(model)))
+                stack.enter_context(restored(*runner.called.modules()))
+                if runner.is_compiled:
+                    stack.enter_context(without_randomness(runner.model))
                 else:
                     stack.enter_context(weights)
-                    stack.enter_context(without_randomness(inner_model(model), ("drop",)))
-            if not any(map(is_compiled, self.models)):
+                    stack.enter_context(without_randomness(runner.model, ("drop",)))
+            if not any(runner.is_compiled for runner in self.runners):
                 stack.enter_context(ConstantDraws())
-            for config in configurations(inner_model(self.model)) if self.without_router_losses else ():
-                if before := getattr(config, "output_router_logits", False):
-                    config.output_router_logits = False
-                    stack.callback(setattr, config, "output_router_logits", before)
+            for config in configurations(self.runners[0].model) if self.without_router_losses else ():
+                if getattr(config, "output_router_logits", False):
+                    stack.enter_context(temporarily(config, output_router_logits=False))
             if self.model.training != training:
                 stack.enter_context(in_mode(self.model, training))
             if isinstance(self.model, DistributedDataParallel):
@@ -181,7 +179,7 @@ class StepRunner:
             return map_tensors(turned, lambda _, leaf: leaf.flip(0) if leaf.shape[:1] == rows else leaf)
 
         with ExitStack() as stack:
-            inner = inner_model(self.model)
+            inner = self.runners[0].model
             stack.enter_context(inner.register_forward_pre_hook(turn, with_kwargs=True))
             stack.enter_context(inner.register_forward_hook(turn, with_kwargs=True))
             for each in inner.modules():
@@ -225,8 +223,6 @@ class StepDifference:
     """The largest difference of a gradient, as a share of its own size, or of a share of the largest gradient."""
     differ: list[str] = field(default_factory=list)
     """The parameters whose gradients differ by more than rounding explains, in the order of the model."""
-    only_one: list[str] = field(default_factory=list)
-    """Those of them that have a gradient in one of the steps only."""
 
     @property
     def found(self) -> bool:
@@ -253,20 +249,17 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
         not (loss <= limits.loss * abs(right.loss) + noise or (math.isnan(step.loss) and math.isnan(right.loss))),
     )
     for name, size in sizes.items():
-        gradients = step.gradients.get(name), right.gradients.get(name)
-        apart = _distance(*gradients)
-        noise = limits.rounding * _distance(noisy.gradients.get(name), right.gradients.get(name))
+        own, expected, rounded = (each.gradients.get(name) for each in (step, right, noisy))
+        apart, noise = _distance(own, expected), limits.rounding * _distance(rounded, expected)
         found.largest = max(found.largest, apart / max(size, floor / limits.own, torch.finfo(torch.float32).tiny))
         if not apart <= limits.own * size + floor + noise:
             found.differ.append(name)
-            if any(each is None for each in gradients):
-                found.only_one.append(name)
     return found
 
 
 def _size(gradient: Tensor | None) -> float:
     """Return the norm of a gradient; 0 for none."""
-    if gradient is None or not gradient.numel():
+    if gradient is None:
         return 0.0
     return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
 

@@ -44,6 +44,8 @@ DatasetOrDict = TypeVar(
     datasets.IterableDatasetDict,
 )
 
+_WINDOW_PACKS = 64
+
 
 def pack(
     dataset: DatasetOrDict,
@@ -51,7 +53,7 @@ def pack(
     *,
     position_ids: bool = True,
     load_from_cache_file: bool = True,
-    window_packs: int = 64,
+    window_packs: int | None = None,
     streams: int | None = None,
     lazy: bool = False,
     share_prefixes: bool | int = False,
@@ -75,9 +77,9 @@ def pack(
             padding_free, or Trainer with a patched model or remove_unused_columns=False.
         load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
             and the same version of hf_packing. Rows of a stream are not stored.
-        window_packs: packs in a window of a stream, at least 1. A window has at least 16 documents per pack, unless
-            they are very long, and at most a quarter of `window_packs` packs wait for the next window. A larger window
-            leaves less padding, and needs more memory and a larger state.
+        window_packs: packs in a window of a stream, at least 1; None for 64. A window has at least 16 documents per
+            pack, unless they are very long, and at most a quarter of `window_packs` packs wait for the next window. A
+            larger window leaves less padding, and needs more memory and a larger state.
         streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
             their own, from which rows are taken in turn. The rows of each logical stream do not depend on the number of
             ranks and workers; 64 suits most runs. With None, each rank and each worker packs the shards that it reads.
@@ -108,8 +110,8 @@ def pack(
     Raises:
         PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
             transform, or is a stream with a shuffle buffer; documents have labels, but those that the strategy drops or
-            truncates have all of them; lazy is True for a stream; or share_prefixes cannot
-            be combined with the strategy.
+            truncates have all of them; lazy is True for a stream; window_packs or streams is given for a Dataset; or
+            share_prefixes cannot be combined with the strategy.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -119,19 +121,18 @@ def pack(
     """
     packing = Packing.of(strategy, position_ids, share_prefixes, keep_first_labels)
     is_stream = isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict))
-    if is_stream:
-        expect(False, "for a stream, whose packed rows are not stored anyway", lazy=lazy)
-    else:
-        expect(None, "for a Dataset, whose rows attach divides among the ranks", streams=streams)
-    pack_one: Callable[[Any], Any] = partial(
-        _pack_split, packing=packing, load_from_cache_file=load_from_cache_file, lazy=lazy
-    )
+    pack_one: Callable[[Any], Any]
     if is_stream:
         from hf_packing.streams.logical import pack_stream
 
-        window_packs = check_whole_number("window_packs", window_packs)
+        expect(False, "for a stream, whose packed rows are not stored anyway", lazy=lazy)
+        window_packs = check_whole_number("window_packs", _WINDOW_PACKS if window_packs is None else window_packs)
         streams = check_optional_number("streams", streams)
         pack_one = partial(pack_stream, packing=packing, window_packs=window_packs, streams=streams)
+    else:
+        why = "for a Dataset, which has one plan, and whose rows attach divides among the ranks"
+        expect(None, why, window_packs=window_packs, streams=streams)
+        pack_one = partial(_pack_split, packing=packing, load_from_cache_file=load_from_cache_file, lazy=lazy)
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         return pack_one(dataset)
     packed = type(dataset)()

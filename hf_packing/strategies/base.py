@@ -86,7 +86,8 @@ class Strategy(_Arguments, ABC):
     `labels`, `position_ids` and `seq_lengths`. If packs have several capacities, a column `bucket` has the capacity of
     each pack. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch is a Table, and
     otherwise as a dict of lists. Each batch is planned separately, so larger batches need less padding;
-    `hf_packing.pack` plans over the whole dataset.
+    `hf_packing.pack` plans over the whole dataset. With `drop_last_batch=True`, `map` leaves the documents of the last
+    batch out, which the strategy cannot see, nor warn about.
     """
 
     package_version: str = field(default_factory=lambda: hf_packing.__version__, init=False, repr=False)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_packing.attention import compiles_forward, inner_model, labels_of_trees
+from hf_packing.attention import compiles_forward, inner_model, labels_of_trees, temporarily
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
@@ -132,14 +132,9 @@ class Head:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        replaced, self._forward = vars(self.layer).get("forward"), self.layer.forward
-        self.layer.forward = self._return_logits
-        try:
+        self._forward = self.layer.forward
+        with temporarily(self.layer, forward=self._return_logits):
             yield
-        finally:
-            del self.layer.forward
-            if replaced is not None:
-                self.layer.forward = replaced
 
     def _return_logits(self, hidden: Any, *others: Any, **named: Any) -> Any:
         self.reason = self.reason or self._reason_of(hidden, *others, *named)

@@ -113,8 +113,6 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
         """The epoch of the next micro-batch, from 0."""
         self.micro_batches_done = 0
         """The number of micro-batches of this epoch that were yielded or skipped."""
-        self.steps_done = 0
-        """The number of optimizer steps of this epoch whose micro-batches were all yielded or skipped."""
         self.optimizer_steps = 0
         """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
         self.first_batch_proof = loop.proof if loop is not None and loop.prove_on is not None else None
@@ -140,13 +138,18 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
         finally:
             self.end()
 
+    @property
+    def steps_done(self) -> int:
+        """The number of optimizer steps of this epoch whose micro-batches were all yielded or skipped."""
+        return self.micro_batches_done // self.accumulation
+
     @abstractmethod
     def _steps(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of optimizer steps, up to the end of the epoch."""
 
     def _end_step(self) -> None:
         """Note that the last micro-batch of a step is about to be yielded."""
-        self.steps_done, self.optimizer_steps = self.steps_done + 1, self.optimizer_steps + 1
+        self.optimizer_steps += 1
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
         """Raise PackingError if gradient_accumulation_steps has changed since `prepare_dataloader` was called."""
@@ -225,7 +228,7 @@ class PackedLoader(StepLoader):
 
     def _begin_at_step(self, step: int) -> None:
         self._sampler.set_epoch(self.epoch)
-        self._first_step = self.steps_done = step
+        self._first_step = step
         self.optimizer_steps = self.epoch * self._sampler.optimizer_steps + step
         self.micro_batches_done = min(step * self.accumulation, len(self))
 

@@ -6,6 +6,7 @@ one small reduction for some steps, which begins one step before it is needed.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -65,15 +66,17 @@ def in_lockstep(
             yield step, answer == Answer.ROW
 
 
+@dataclass(eq=False)
 class _Together(Generic[Step]):
     """Steps on which the ranks agree by one reduction, which begins when the last of them is read."""
 
-    def __init__(self, read: Callable[[], tuple[Step, Answer]], ranks: int, device: torch.device, size: int) -> None:
-        self.size = size
-        self.steps: list[Step | None] = []
-        self.error: Exception | None = None
-        self._read, self._ranks, self._device = read, ranks, device
-        self._answers: list[Answer] = []
+    read: Callable[[], tuple[Step, Answer]]
+    ranks: int
+    device: torch.device
+    size: int
+    steps: list[Step | None] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    error: Exception | None = None
 
     def read_up_to(self, count: int) -> None:
         """Read on until there are this many steps, at most `size`. After an error, nothing more is read."""
@@ -81,18 +84,18 @@ class _Together(Generic[Step]):
             step, answer = None, Answer.FAILED
             if self.error is None:
                 try:
-                    step, answer = self._read()
+                    step, answer = self.read()
                 except Exception as error:  # reading runs code of the user
                     self.error = error
             self.steps.append(step)
-            self._answers.append(answer)
-            if len(self.steps) == self.size and self._ranks > 1:
-                self._of_all = torch.tensor(self._answers, dtype=torch.int32, device=self._device)
+            self.answers.append(answer)
+            if len(self.steps) == self.size and self.ranks > 1:
+                self._of_all = torch.tensor(self.answers, dtype=torch.int32, device=self.device)
                 self._reduction = all_reduce(self._of_all, ReduceOp.MAX, async_op=True)
 
     def answers_of_all(self) -> list[int]:
         """Return the largest answer of all ranks for each step."""
-        if self._ranks == 1:
-            return [*self._answers]
+        if self.ranks == 1:
+            return [*self.answers]
         self._reduction.wait()
         return self._of_all.tolist()

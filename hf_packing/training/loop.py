@@ -1,5 +1,6 @@
 """Functions for your own training loop: load packed batches, compute the loss of a batch, and evaluate on a dataset."""
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import check_choice, check_type, expect
+from hf_packing.checks import check_choice, check_real, check_type, expect
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
@@ -295,9 +296,8 @@ def _items_of_step(batch: Batch, loss: Loss | None, num_items_in_batch: Any) -> 
         return items
     if num_items_in_batch is not None:
         given, device = num_items_in_batch, batch[INPUT_IDS].device
-        is_number = isinstance(given, (int, float)) and not isinstance(given, bool) and given >= 0
-        if not is_number and not (isinstance(given, Tensor) and given.numel() == 1 and given.dtype != torch.bool):
-            raise PackingError(f"{ITEMS}: expected a number of tokens or documents, not negative, got {given!r}")
+        if not (isinstance(given, Tensor) and given.numel() == 1 and given.dtype != torch.bool):
+            check_real(ITEMS, given, 0, math.inf, "a number of tokens or documents, not negative")
         return torch.as_tensor(given).squeeze().to(device, exact_type(device))
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if ranks > 1 and torch.is_grad_enabled():

@@ -6,7 +6,6 @@ be the means of those of two parts of them, weighted by the units in each. Gradi
 not: those of a model that knows nothing yet are about the same for all rows, and in half precision they are rounded.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,23 +56,22 @@ _FEW = 2**20
 """The most numbers in the gradients that are compared: those of the smallest parameters."""
 
 
-def find_loss_unit(trainer: Trainer, kind: type[Trainer], checked: CheckedRows, named: str | None) -> str:
+def find_loss_unit(trainer: Trainer, checked: CheckedRows, named: str | None) -> str:
     """Return the unit over which a trainer averages its loss, a key of UNITS: the one that fits best.
 
     Args:
-        trainer: a trainer whose models are patched.
-        kind: the trainer's class without attach.
+        trainer: a copy of the trainer without attach, whose models are patched.
         checked: batches of a few rows of the training dataset.
         named: the unit that the user has named; None if there is none.
     """
     model = trainer.model
-    what = f"{kind.__name__} with {type(inner_model(model)).__name__}"
+    what = f"{type(trainer).__name__} with {type(inner_model(model)).__name__}"
     if not has_local_weights(model):
         raise PackingError(
             "model: expected weights in memory, since attach has to compute the loss of a few rows to find what the "
             "loss is the mean of; call attach before the model is sharded"
         )
-    together, *steps = _steps(trainer, kind, [checked.whole, *(batch for batch, _ in checked.parts)])
+    together, *steps = _steps(trainer, [checked.whole, *(batch for batch, _ in checked.parts)])
     losses = [each.loss for each in steps]
     if not all(map(math.isfinite, (together.loss, *losses))):
         raise PackingError(f"trainer: expected a finite loss, but the loss of {what} is {together.loss} on some rows")
@@ -110,12 +108,10 @@ def _units_of(batch: Batch) -> list[str]:
     return ["rows", *(["completion tokens", "tokens of chosen completions"] if COMPLETION_MASK in batch else [])]
 
 
-def _steps(trainer: Trainer, kind: type[Trainer], batches: Sequence[Batch]) -> list[Step]:
-    """Return the losses that a trainer of class `kind` computes of batches, and the gradients of small parameters."""
-    asked: Any = copy.copy(trainer)
-    asked.__class__ = kind
+def _steps(trainer: Trainer, batches: Sequence[Batch]) -> list[Step]:
+    """Return the losses that a trainer computes of batches, and the gradients of small parameters."""
     _, *others = models_of(trainer).values()
-    runner = StepRunner(trainer.model, others, holders=[vars(asked)], without=[trainer.train_dataset])
+    runner = StepRunner(trainer.model, others, holders=[vars(trainer)], without=[trainer.train_dataset])
     with runner.undisturbed(training=True):
         total = 0
         for name, parameter in sorted(runner.parameters.items(), key=lambda each: each[1].numel()):
@@ -124,7 +120,7 @@ def _steps(trainer: Trainer, kind: type[Trainer], batches: Sequence[Batch]) -> l
                 del runner.parameters[name]
         device = input_device(inner_model(trainer.model))
         return [
-            runner.run(partial(asked.compute_loss, trainer.model, send_to_device(dict(batch), device)))
+            runner.run(partial(trainer.compute_loss, trainer.model, send_to_device(dict(batch), device)))
             for batch in batches
         ]
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import DataCollatorForLanguageModeling
 
+from hf_packing.attention import temporarily
 from hf_packing.batch.collate import read_integers, read_segment_lengths
 from hf_packing.columns import (
     INPUT_IDS,
@@ -66,13 +67,8 @@ class Masking:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Context manager: within the block, the collator draws from torch's generator, which is restored after it."""
-        before = getattr(self.collator, "generator", None)
-        self.collator.generator = torch.default_generator
-        try:
-            with torch.random.fork_rng(devices=[]):
-                yield
-        finally:
-            self.collator.generator = before
+        with temporarily(self.collator, generator=torch.default_generator), torch.random.fork_rng(devices=[]):
+            yield
 
     def mask(self, row: Row, key: Sequence[int]) -> Row:
         """Return a row with masked tokens, and with the tokens to predict as labels, within `drawing`.

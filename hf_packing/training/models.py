@@ -7,7 +7,7 @@ documents of the first batch.
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -138,15 +138,6 @@ def _reads_tokens(module: nn.Module) -> bool:
     if models:
         return any("input_ids" in inspect.signature(each.forward).parameters for each in models)
     return any(isinstance(each, nn.Embedding) for each in module.modules())
-
-
-def not_patched(names: Sequence[str]) -> str:
-    """Return a text that says which models are not patched, by their classes, and what to do."""
-    return (
-        f"{', '.join(names)} reads packed rows in compute_loss, but is not patched, so that documents may read each "
-        "other: make this model an attribute of the trainer before attach, or call patch_model(model, padded=True), "
-        "since the proof of the step runs it on padded batches, too"
-    )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model, is_patched
+from hf_packing.attention import ProveInTraining, inner_model, is_patched, temporarily
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import expect
 from hf_packing.errors import PackingError
@@ -33,6 +33,7 @@ from hf_packing.training.models import (
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import Reading, Source, open_source
+from hf_packing.training.step_cases import without_attach
 from hf_packing.training.step_counts import Predictions, StepCounts
 from hf_packing.training.whole_rows import WholeRows, pixels_per_patch_of, sizes_of_rows
 
@@ -50,8 +51,21 @@ _DECIDED = (
 set on the trainer object."""
 
 
-class Attached(ABC):
-    """The state that `attach` stores as `trainer.attached`."""
+class AttachedBatches:
+    """The state that `attach` stores as `trainer.attached`, of a trainer that keeps its own batches."""
+
+    def __init__(self, trainer: Trainer, prove: ProveInTraining) -> None:
+        self.kind = type(trainer)
+        """The trainer's class before attach."""
+        self.own_collator = self.collator = trainer.data_collator
+        """The trainer's collator before attach, and after it."""
+        self.prove = prove
+        self.first_batch_proof = FirstBatchProof() if prove == "first batch" else None
+        """Proves the first batch; None if nothing is proven of it."""
+
+
+class Attached(AttachedBatches, ABC):
+    """The state of a trainer whose batches attach has planned."""
 
     source: Source | WholeRows
     """What the trainer trains on."""
@@ -59,15 +73,9 @@ class Attached(ABC):
     """What the loss is a mean of: "token", "sequence", or the unit of a trainer whose rows stay whole."""
 
     def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining) -> None:
-        self.kind = type(trainer)
-        """The trainer's class before attach."""
-        self.own_collator = self.collator = trainer.data_collator
-        """The trainer's collator before attach, and after it."""
+        super().__init__(trainer, prove)
         self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
-        self.prove = prove
-        self.first_batch_proof: FirstBatchProof | None = None
-        """Proves the first batch; None if nothing is proven of it."""
         self.max_tokens = batching.most_tokens
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
         self.step_counts = StepCounts()
@@ -104,8 +112,7 @@ class Attached(ABC):
         current = dict(model.named_modules())
         self.modules = self.modules or current
         if current != self.modules:
-            names = [*self.modules, *current]
-            name = next(each for each in names if current.get(each) is not self.modules.get(each))
+            name = next(each for each in self.modules | current if current.get(each) is not self.modules.get(each))
             raise PackingError(
                 f"model: expected the modules of the first batch, but {name!r} is another one now, of which nothing is "
                 "proven; call attach again after a change"
@@ -176,7 +183,7 @@ class AttachedPacks(Attached):
         self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
         """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
         self.predictions = Predictions(trainer.accelerator)
-        """What was predicted in the evaluation that is running, or was the last."""
+        """What was predicted in the evaluation that is running."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self._compares = False
@@ -232,11 +239,8 @@ class AttachedPacks(Attached):
         Other loaders may be made on one rank alone, such as those of callbacks.
         """
         on_all_ranks(lambda _: self.check(trainer))
-        self._compares = True
-        try:
+        with temporarily(self, _compares=True):
             yield
-        finally:
-            self._compares = False
 
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
         """Return a loader for evaluation or prediction, with rows in the order of the dataset."""
@@ -316,22 +320,12 @@ class AttachedRows(Attached):
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
         """How each model of the trainer runs padded batches."""
         self.first_batch_proof = FirstBatchProof() if self.prove == "first batch" else None
-        checked = self.source.collate_parts()
-        assert checked is not None
-        self.loss, self.checked = find_loss_unit(trainer, self.kind, checked, self._loss_unit), checked
+        self.checked = self.source.collate_parts()
+        assert self.checked is not None
+        self.loss = find_loss_unit(without_attach(trainer), self.checked, self._loss_unit)
         self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:
         summary: EpochSummary = super().summary(trainer)
         dropped, lost = lost_pairs(trainer, trainer.train_dataset)
         return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)
-
-
-class AttachedBatches:
-    """The state of a trainer that keeps its own batches."""
-
-    def __init__(self, trainer: Any, prove: ProveInTraining) -> None:
-        self.kind = type(trainer)
-        """The trainer's class before attach."""
-        self.own_collator = self.collator = trainer.data_collator
-        self.first_batch_proof = FirstBatchProof() if prove == "first batch" else None

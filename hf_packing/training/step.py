@@ -191,18 +191,17 @@ class _Steps(NamedTuple):
 
     def describe(self) -> str:
         """Return how the steps differ, and what is known of the cause. All ranks make the same calls."""
-        found, text = self.difference, []
+        found, packed, unpacked, text = self.difference, self.packed.gradients, self.unpacked.gradients, []
         if found.loss_differs:
             text.append(f"the loss is {self.packed.loss:.6g}, but {self.unpacked.loss:.6g} unpacked")
-        if found.only_one:
-            missing = found.only_one[0] not in self.packed.gradients
+        if only_one := [name for name in found.differ if (name in packed) is not (name in unpacked)]:
             text.append(
-                f"{len(found.only_one)} parameters have a gradient only {'unpacked' if missing else 'packed'}, such as "
-                f"{found.only_one[0]}"
+                f"{len(only_one)} parameters have a gradient only {'packed' if only_one[0] in packed else 'unpacked'}, "
+                f"such as {only_one[0]}"
             )
         if found.differ:
             text.append(
-                f"the gradients of {len(found.differ)} of {len(self.unpacked.gradients)} parameters differ, by up to "
+                f"the gradients of {len(found.differ)} of {len(unpacked)} parameters differ, by up to "
                 f"{found.largest:.2g} of their size, the first of them {found.differ[0]}"
             )
         if unpatched := self.case.unpatched(self.made_of):

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer
 
-from hf_packing.attention import StepRunner, check_patched, in_mode, inner_model, input_device, pad_token_of
+from hf_packing.attention import (
+    StepRunner,
+    check_patched,
+    in_mode,
+    inner_model,
+    input_device,
+    pad_token_of,
+    temporarily,
+)
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -47,7 +55,7 @@ from hf_packing.training.losses import (
     trees_of,
 )
 from hf_packing.training.model_loss import WholeStep, predicts_next
-from hf_packing.training.models import models_of, not_patched, prepared_model, watched_for_unpatched
+from hf_packing.training.models import models_of, prepared_model, watched_for_unpatched
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Source
 from hf_packing.training.step import StepCase, StepReport, prove_step
@@ -228,7 +236,13 @@ class TrainerCase(PackedCase):
     def unpatched(self, of: list[Document]) -> str:
         with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self.batch_of(of)) as found:
             self.runner.run(self.packed(of))
-        return not_patched(found) if found else ""
+        if not found:
+            return ""
+        return (
+            f"{', '.join(found)} reads packed rows in compute_loss, but is not patched, so that documents may read "
+            "each other: make this model an attribute of the trainer before attach, or call patch_model(model, "
+            "padded=True), since the proof of the step runs it on padded batches, too"
+        )
 
     def _next_documents(self) -> list[Document]:
         """Return documents of the next micro-batches, to choose from.
@@ -309,10 +323,8 @@ class LoopCase(PackedCase):
         return loss
 
     def unpacked(self, of: list[Document], padding: int) -> Callable[[], Tensor]:
-        inputs = self.padded(of, padding)
-        if self.function is not None:
-            return partial(self.function, self.model, inputs)
-        return lambda: self.model(**inputs).loss
+        inputs, function = self.padded(of, padding), self.function or (lambda model, batch: model(**batch).loss)
+        return partial(function, self.model, inputs)
 
 
 class RowsCase(StepCase):
@@ -406,9 +418,7 @@ def _with_padding(batch: Batch, padding: int) -> Batch:
         return batch
     fill = {LABELS: IGNORED_LABEL}
     return {
-        name: F.pad(each, (0, padding), value=fill.get(name, 0))
-        if isinstance(each, Tensor) and each.shape == mask.shape
-        else each
+        name: F.pad(each, (0, padding), value=fill.get(name, 0)) if _is_like(each, mask) else each
         for name, each in batch.items()
     }
 
@@ -464,14 +474,10 @@ def as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
 
     The trainer divides by no other number of micro-batches afterwards; transformers before 5.19 did in any case.
     """
-    args = trainer.args  # a compute_loss may divide by these steps itself
-    before = args.gradient_accumulation_steps, args.average_tokens_across_devices
     trainer.current_gradient_accumulation_steps = 1
-    args.gradient_accumulation_steps, args.average_tokens_across_devices = 1, False
-    try:
+    # a compute_loss may divide by the steps of the arguments itself
+    with temporarily(trainer.args, gradient_accumulation_steps=1, average_tokens_across_devices=False):
         yield
-    finally:
-        args.gradient_accumulation_steps, args.average_tokens_across_devices = before
 
 
 _READ = 64

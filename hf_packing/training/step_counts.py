@@ -1,6 +1,7 @@
 """Count what the ranks run: the tokens, documents and attention cost of optimizer steps for logs, and predictions."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,20 +43,18 @@ def micro_batch_counts(batches: Sequence[Batch], loss: Loss) -> Tensor:
     return torch.stack(rows)
 
 
+@dataclass
 class StepCounts:
     """Counts of tokens, documents and attention cost in the optimizer steps since the trainer last logged.
 
     The counts stay on the device until they are logged.
-
-    Args:
-        sources: the names of the sources of a mixture.
     """
 
-    def __init__(self, sources: Sequence[str] = ()) -> None:
-        self._sources = sources
-        self._steps: list[Tensor] = []
-        self.documents: Tensor | int = 0
-        """The number of documents in all steps."""
+    sources: Sequence[str] = ()
+    """The names of the sources of a mixture."""
+    steps: list[Tensor] = field(default_factory=list)
+    documents: Tensor | int = 0
+    """The number of documents in all steps."""
 
     def add(self, counts: Tensor) -> Tensor:
         """Add the counts of an optimizer step, and return the number of its items, an int64 scalar of at least 1.
@@ -63,7 +62,7 @@ class StepCounts:
         Args:
             counts: int64 [ranks, batches, 4 + sources], the result of `micro_batch_counts` on each rank.
         """
-        self._steps.append(counts)
+        self.steps.append(counts)
         self.documents = self.documents + counts[..., _DOCUMENTS].sum()
         return counts[..., _ITEMS].sum().clamp(min=1)
 
@@ -73,11 +72,11 @@ class StepCounts:
         Args:
             max_tokens: the largest number of tokens that a micro-batch may have; None if there is none.
         """
-        if not self._steps:
+        if not self.steps:
             return {}
-        steps = len(self._steps)
-        together = torch.cat(self._steps, dim=1).double().cpu()
-        self._steps.clear()
+        steps = len(self.steps)
+        together = torch.cat(self.steps, dim=1).double().cpu()
+        self.steps.clear()
         tokens, squares = together[..., _TOKENS], together[..., _SQUARES]
         taken = {} if max_tokens is None else {"packing_efficiency": float(tokens.mean()) / max_tokens}
         taken["documents_per_step"] = float(together[..., _DOCUMENTS].sum()) / steps
@@ -87,34 +86,34 @@ class StepCounts:
                 of_batches = work.T[work.any(0)].numpy()
                 taken[name] = mean_over_max(of_batches, of_batches)
         of_sources = together[..., _SOURCES:].sum((0, 1)) / tokens.sum()
-        return taken | {f"source_{name}": share for name, share in zip(self._sources, of_sources.tolist(), strict=True)}
+        return taken | {f"source_{name}": share for name, share in zip(self.sources, of_sources.tolist(), strict=True)}
 
 
+@dataclass
 class Predictions:
     """The predictions of all ranks in an evaluation, without the copies of rows that some of them had to run."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self.documents: Tensor | int = 0
-        """The number of documents, over all ranks."""
-        self._counted: list[bool] = []
-        """For each process: whether its current micro-batch has rows that are not copies."""
+    accelerator: Accelerator
+    documents: Tensor | int = 0
+    """The number of documents, over all ranks."""
+    counted: Sequence[bool] = ()
+    """For each process: whether its current micro-batch has rows that are not copies."""
 
     def begin(self, batch: Batch) -> None:
         """Note the micro-batch that this rank is about to run; all ranks call this together."""
-        documents = self._accelerator.gather(documents_in(batch)[None])
+        documents = self.accelerator.gather(documents_in(batch)[None])
         self.documents = self.documents + documents.sum()
-        self._counted = [True] if len(documents) == 1 else (documents > 0).tolist()
+        self.counted = [True] if len(documents) == 1 else (documents > 0).tolist()
 
     def gathered(self, gather: Callable[[Any], Any], data: Any) -> Any:
         """Return what `gather` returns for the results of a micro-batch, without those of ranks that ran a copy."""
         found = gather(data)
-        if all(self._counted):
+        if all(self.counted):
             return found
 
         def without_copies(of_ranks: Any) -> Any:
-            size = len(of_ranks) // len(self._counted)
-            kept = np.flatnonzero(np.repeat(self._counted, size))
+            size = len(of_ranks) // len(self.counted)
+            kept = np.flatnonzero(np.repeat(self.counted, size))
             return of_ranks[kept] if isinstance(of_ranks, Tensor) else [of_ranks[number] for number in kept]
 
         if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from hf_packing.batch.collate import PackingCollator
@@ -392,8 +393,6 @@ class StreamLoader(StepLoader):
         super().__init__(accelerator, rows.accumulation, loop)
         self.dataset = rows
         """What the loader reads. Trainer asks every loader for its dataset."""
-        self.tokens_of_sources = torch.zeros(0)
-        """The tokens of each source of a mixture in the current optimizer step, int64 [micro-batches, sources]."""
         self._rank, self._ranks = data_rank(accelerator)
         self._collate, self._workers, self._options = collate, num_workers, options
         self._positions: dict[int, Position] = {}
@@ -440,11 +439,15 @@ class StreamLoader(StepLoader):
         for step, is_run in in_lockstep(read, accelerator.num_processes, accelerator.device, most_ahead):
             if is_run:
                 self._step = step
-                self.tokens_of_sources = torch.from_numpy(np.stack([each.of_sources for each in step]))
                 yield [self._masked() if each.batch is None else each.batch for each in step]
             else:
                 self._move(step)
         self._begin_at_epoch(self.epoch + 1)
+
+    @property
+    def tokens_of_sources(self) -> Tensor:
+        """The tokens of each source of a mixture in the current optimizer step, int64 [micro-batches, sources]."""
+        return torch.from_numpy(np.stack([each.of_sources for each in self._step]))
 
     def _end_step(self) -> None:
         super()._end_step()
@@ -475,7 +478,7 @@ class StreamLoader(StepLoader):
     def _begin_at_epoch(self, epoch: int) -> None:
         """Make the next iteration begin with the first row of an epoch."""
         self.epoch = epoch
-        self._positions, self.steps_done, self.micro_batches_done = {}, 0, 0
+        self._positions, self.micro_batches_done = {}, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the logical streams of all ranks are; all ranks have to call this method together.
@@ -515,6 +518,5 @@ class StreamLoader(StepLoader):
                 "a micro-batch; choose ranks x gradient_accumulation_steps as before"
             )
         self._begin_at_epoch(state["epoch"])
-        self.steps_done, self.optimizer_steps = state["steps"], state["optimizer_steps"]
-        self.micro_batches_done = self.steps_done * self.accumulation
+        self.micro_batches_done, self.optimizer_steps = state["steps"] * self.accumulation, state["optimizer_steps"]
         self._positions = {each: at for each, at in positions.items() if each % self._ranks == self._rank}

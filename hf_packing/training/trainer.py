@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_packing.attention import borders_required, inner_model, is_patched
+from hf_packing.attention import borders_required, inner_model, is_patched, temporarily
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.checks import expect
@@ -69,9 +69,8 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        sources = []
-        if isinstance(loader := self.callback_handler.train_dataloader, StreamLoader):
-            sources.append(loader.tokens_of_sources)
+        loader = self.callback_handler.train_dataloader
+        sources = [loader.tokens_of_sources] if isinstance(loader, StreamLoader) else []
         return batches, state.step_counts.add(self.counts_of(batches, device, *sources))
 
     def counts_of(self, batches: Sequence[Batch], device: torch.device, *more: Tensor) -> Tensor:
@@ -181,19 +180,18 @@ class PackedTrainer(AttachedTrainer):
             return super().prediction_step(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        state = self.attached
-        state.evaluation, state.predictions = TokenMean(self.args.device), Predictions(self.accelerator)
-        gather, rows = self.gather_function, self.args.per_device_eval_batch_size
-        self.gather_function = partial(state.predictions.gathered, gather)
-        self.args.per_device_eval_batch_size = 1  # a batch is one row of predictions, for which metrics get one loss
-        try:
+        state, evaluation, predictions = self.attached, TokenMean(self.args.device), Predictions(self.accelerator)
+        with (
+            temporarily(state, evaluation=evaluation, predictions=predictions),
+            temporarily(self, gather_function=partial(predictions.gathered, self.gather_function)),
+            # a batch is one row of predictions, for which metrics get one loss
+            temporarily(self.args, per_device_eval_batch_size=1),
+        ):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-            if (name := f"{metric_key_prefix}_loss") in output.metrics and state.evaluation.batches:
-                summed, tokens = state.evaluation.over_ranks(self.accelerator)
-                output.metrics[name] = summed / tokens if tokens else math.nan
-        finally:
-            state.evaluation, self.gather_function, self.args.per_device_eval_batch_size = None, gather, rows
-        return output._replace(num_samples=int(state.predictions.documents))
+        if (name := f"{metric_key_prefix}_loss") in output.metrics and evaluation.batches:
+            summed, tokens = evaluation.over_ranks(self.accelerator)
+            output.metrics[name] = summed / tokens if tokens else math.nan
+        return output._replace(num_samples=int(predictions.documents))
 
 
 class StreamTrainer(PackedTrainer):
@@ -207,11 +205,10 @@ class StreamTrainer(PackedTrainer):
             folder = get_last_checkpoint(self.args.output_dir)
         resumed = ResumedStream(load_stream(folder) if folder and not given else None, given)
         self.add_callback(resumed)
-        self.args.ignore_data_skip = True  # otherwise, Trainer would read and drop all batches before
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with temporarily(self.args, ignore_data_skip=True):  # else, Trainer would read and drop all batches before
+                return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.args.ignore_data_skip = given
             self.remove_callback(resumed)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -297,8 +294,5 @@ def _gathering_uneven_tensors(accelerator: Accelerator) -> Iterator[None]:
             return gather(values)
         return torch.cat([each.to(values.device) for each in gather_object([values.detach().cpu()])])
 
-    accelerator.gather = gather_uneven
-    try:
+    with temporarily(accelerator, gather=gather_uneven):
         yield
-    finally:
-        del accelerator.gather

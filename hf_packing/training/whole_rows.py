@@ -110,8 +110,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         by_length = np.argsort(tokens, kind="stable")
         by_length = by_length[(tokens[by_length] > 0) & (tokens[by_length] <= most)]
         if equal:
-            lengths, counts = np.unique(tokens[by_length], return_counts=True)
-            by_length = by_length[tokens[by_length] == lengths[counts.argmax()]]
+            by_length = by_length[tokens[by_length] == np.bincount(tokens[by_length]).argmax()]
             if len(by_length) == 1:
                 by_length = by_length[:0]
         usable = {*by_length.tolist()}

@@ -114,6 +114,27 @@ def test_saved_and_memory_mapped(tmp_path, rng):
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["plan"]
 
 
+def test_a_plan_that_an_earlier_version_saved(tmp_path):
+    """The files of BestFit(8) on lengths of 5, 11, 3, 6 and 2 by version 0.2.0, which shuffled otherwise."""
+    arrays = {
+        "document_length": np.array([5, 11, 3, 6, 2], np.int32),
+        "segment_document": np.array([2, 1, 0, 1, 3, 4], np.int32),
+        "segment_start": np.array([0, 0, 0, 8, 0, 0], np.int32),
+        "segment_length": np.array([3, 8, 5, 3, 6, 2], np.int32),
+        "pack_offsets": np.array([0, 1, 2, 4, 6], np.int64),
+        "pack_capacity": np.array([8, 8, 8, 8], np.int32),
+    }
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    facts = '{"format": 1, "fingerprint": "6b24afe453d75301178eb5188e9755cc", "proven_lower_bound": 0, "note": ""}'
+    (tmp_path / "plan.json").write_text(facts)
+    plan = hfp.PackingPlan.load(tmp_path)
+    assert {name: array.tolist() for name, array in plan.arrays().items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }
+    assert plan.metrics() == hfp.plan_packing([5, 11, 3, 6, 2], hfp.BestFit(8)).metrics()
+
+
 def test_saving_replaces_a_plan_and_nothing_else(tmp_path, monkeypatch):
     make().save(tmp_path / "plan")
     other = hfp.plan_packing([1, 2], hfp.BestFit(3))

@@ -32,6 +32,7 @@ REFUSED = {
     "streams: expected .* got 0": lambda: pack(stream_of(FEW), streams=0),
     "streams: expected .* got 2.0": lambda: pack(stream_of(FEW), streams=2.0),
     "streams: expected None for a Dataset": lambda: pack(A, streams=4),
+    "window_packs: expected None for a Dataset, which has one plan,.* got 64": lambda: pack(A, window_packs=64),
     "strategy: .* BestFit": lambda: pack(stream_of(FEW), hfp.BestFit),
     "dataset: .* without a shuffle buffer": lambda: pack(stream_of(FEW).shuffle(seed=0)),
     "dataset: .* shuffle buffer, since": lambda: pack(stream_of(FEW).shuffle(seed=0).map(lambda row: row)),

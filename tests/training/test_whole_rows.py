@@ -205,9 +205,9 @@ def test_the_check_of_a_loss_keeps_within_the_budget(longest, batches, tmp_path,
     trainer = trainer_of("classifier", tmp_path, data=data, patched=True)
     sizes, checked = [], loss_unit._steps
 
-    def measured(trainer, kind, given):
+    def measured(trainer, given):
         sizes.extend(int(batch["attention_mask"].sum()) for batch in given)
-        return checked(trainer, kind, given)
+        return checked(trainer, given)
 
     monkeypatch.setattr(loss_unit, "_steps", measured)
     hfp.attach(trainer, hfp.TokenBudget(64))
