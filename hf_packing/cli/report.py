@@ -4,6 +4,7 @@ Of a folder that `hf-packing pack` has packed, show its plan, or what the manife
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -52,9 +53,9 @@ def run(given: argparse.Namespace) -> int:
         report = packing_report(
             documents, given.max_length, strategies=strategies, ranks=given.ranks, source=given.data
         )
+        report = replace(report, skipped=skipped)
     if not given.json:
         print(report)
-        print_counts(trained, report.lengths.tokens, skipped)
     if given.output:
         report.save(given.output)
     if given.json:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from html import unescape
 from pathlib import Path
 
 import datasets
@@ -30,8 +31,14 @@ def test_report(capsys, tmp_path, data, tokenizer, monkeypatch):
     assert f"written: {page}" in printed
     assert page.is_file()
     assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill"))
+    with open(data, "a") as lines:
+        lines.write("no JSON\n")
+    assert main([*given, "--skip-bad"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line or "left out" in line]
+    assert len(said) == 2
+    assert all(line in unescape(page.read_text()) for line in said)
     # Lengths may be given twice and in any order.
-    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "32", "16", "32", "--json"]
+    given = ["report", data, "--tokenizer", tokenizer, "--skip-bad", "--max-length", "32", "16", "32", "--json"]
     assert main([*given, "--strategy", "multipack", "bucket"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [row["strategy"] for row in found["strategies"]]
@@ -106,6 +113,10 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
         (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer of at least 1, got 'some'"),
         (["report", "{data}", "--output", "{folder}"], "--output: expected a file in a writable folder"),
         (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a file in a writable folder"),
+        (
+            ["report", "{data}", "--output", "{folder}/a.pdf"],
+            "--output: expected a file that ends in .html or .htm, got",
+        ),
         (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows all options"),
         (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
         ([], "the following arguments are required: report | pack | check"),
