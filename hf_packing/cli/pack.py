@@ -42,9 +42,9 @@ def run(given: argparse.Namespace) -> int:
 def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, output: Path) -> None:
     """Read, tokenize and pack documents, and save the rows with their plan. The output appears whole or not at all."""
     folder = output.resolve()  # a folder cannot be renamed onto a link
-    _check_output(folder, given.overwrite)
     packing = Packing.of(strategy, share_prefixes=given.share_prefixes, keep_first_labels=given.keep_first_labels)
     with writing_to("--output", output):
+        _check_output(folder, given.overwrite)
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder.parent, _ONE_DAY)
         with (

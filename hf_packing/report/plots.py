@@ -101,15 +101,11 @@ def _draw_lengths(axes: Any, report: Figures) -> None:
     axes.set(xlabel="tokens of a document", ylabel="documents")
 
 
-def _in_lines(name: str) -> str:
-    """Return the name of a strategy in lines that fit into a column of the legend."""
-    return fill(name, _LEGEND_WIDTH, break_on_hyphens=False, max_lines=_LEGEND_LINES, placeholder=" ...")
-
-
 def _draw_fill(axes: Any, report: Figures) -> None:
     width = 3.5  # the recommended strategy comes first, as a wide line, so that an equal curve stays visible on top
     for row in shown_rows(report):
-        axes.plot(np.linspace(0, 100, len(row.fill)), 100 * row.fill, linewidth=width, label=_in_lines(row.name))
+        name = fill(row.name, _LEGEND_WIDTH, max_lines=_LEGEND_LINES, placeholder=" ...")
+        axes.plot(np.linspace(0, 100, len(row.fill)), 100 * row.fill, linewidth=width, label=name)
         width = 1.4
     axes.set(xlabel="packs, emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 

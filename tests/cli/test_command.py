@@ -344,6 +344,10 @@ def test_nothing_is_written_but_the_output(tmp_path, saved):
 
 def test_the_command_follows_the_rules_of_windows(capsys, tmp_path, given, saved, monkeypatch):
     follow_windows_rules(monkeypatch)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert main(["report", *given[1:-2]]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "documents", "tokenizer.json"]
     for arguments, output in ((given, tmp_path / "packed"), (saved, tmp_path / "out" / "packed")):
         assert [main(arguments), main([*arguments, "--overwrite"])] == [0, 0]
         packed = datasets.load_from_disk(output)
