@@ -12,7 +12,7 @@ from hf_packing.checks import expect
 from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
-from hf_packing.report.render import check_page
+from hf_packing.report.render import check_page, save_page
 from hf_packing.report.report import packing_report
 from hf_packing.rows.cache import Origin
 from hf_packing.rows.token_columns import find_token_columns
@@ -42,7 +42,7 @@ def run(given: argparse.Namespace) -> int:
         return 0
     strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
     if given.output:
-        check_page(given.output)
+        check_page(given.output, "--output")
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         documents, skipped = read_documents(given.data, given, folder)
         find_token_columns(documents.data.table)  # refuses what `pack` refuses
@@ -54,7 +54,7 @@ def run(given: argparse.Namespace) -> int:
     if not given.json:
         print(report)
     if given.output:
-        report.save(given.output)
+        save_page(report, given.output, "--output")
     if given.json:
         print_json(report.to_dict())
     elif given.output:

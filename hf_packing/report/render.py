@@ -114,7 +114,7 @@ def _counts_lines(report: Figures) -> list[str]:
     return said
 
 
-def check_page(path: Path, name: str = "--output") -> None:
+def check_page(path: Path, name: str) -> None:
     """Raise an error if `save_page` cannot write to a path. The check runs before any long work begins.
 
     Args:
@@ -137,23 +137,32 @@ def check_page(path: Path, name: str = "--output") -> None:
         )
 
 
-def save_page(report: Figures, path: Path) -> None:
+def save_page(report: Figures, path: Path, name: str) -> None:
     """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page.
+
+    Args:
+        report: the report.
+        path: the path of the page.
+        name: the argument with the path.
 
     Raises:
         PackingError: `check_page` raises it, or the disk is full.
         MissingDependencyError: matplotlib is not installed.
     """
-    check_page(path, "path")
-    svgs, images = {}, {}
-    for name in PICTURES:
-        svgs[name], images[name] = picture(report, name)
+    check_page(path, name)
+    pictures = {each: picture(report, each) for each in PICTURES}
     shown = shown_rows(report)
     not_shown = [row.name for row in report.rows if row not in shown]
-    page = fill_template("page.html", report, svgs=svgs, not_shown=not_shown, version=hf_packing.__version__)
+    page = fill_template(
+        "page.html",
+        report,
+        svgs={each: svg for each, (svg, _) in pictures.items()},
+        not_shown=not_shown,
+        version=hf_packing.__version__,
+    )
     folder = path.with_name(f"{path.stem}-pictures")
-    with writing_to("path", path):
+    with writing_to(name, path):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, image in images.items():
-            (folder / f"{name}.png").write_bytes(image)
+        for each, (_, png) in pictures.items():
+            (folder / f"{each}.png").write_bytes(png)
         path.write_text(page, encoding="utf-8", errors="backslashreplace")

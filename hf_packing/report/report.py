@@ -60,7 +60,7 @@ class PackingReport(Figures):
             PackingError: the path has another suffix, or cannot be written to.
             MissingDependencyError: matplotlib is not installed.
         """
-        save_page(self, Path(path))
+        save_page(self, Path(path), "path")
 
 
 def packing_report(

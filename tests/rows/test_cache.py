@@ -303,3 +303,19 @@ def test_where_rows_go_if_the_folder_of_the_documents_cannot_be_written_to(folde
         assert hfp.pack(source, STRATEGY)[:] == packed[:]
     finally:
         datasets.enable_caching()
+
+
+def test_rows_that_another_process_replaces_in_the_moment_they_are_opened(folder, monkeypatch):
+    source, opened = load_from_disk(folder), []
+
+    class Replaced(MemoryMappedTable):
+        @classmethod
+        def from_file(cls, path):
+            opened.append(path)
+            if len(opened) == 1:  # the other process has moved the folder, and not yet put its own there
+                raise FileNotFoundError(path)
+            return MemoryMappedTable.from_file(path)
+
+    monkeypatch.setattr(pack_module, "MemoryMappedTable", Replaced)
+    assert hfp.unpack(hfp.pack(source, STRATEGY))["input_ids"][:] == ROWS
+    assert len(opened) == 2
