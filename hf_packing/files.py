@@ -6,7 +6,6 @@ A folder is written under another name, and renamed when it is complete.
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,9 +71,20 @@ def new_folder(folder: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+@contextmanager
+def writing_to(argument: str, place: Path, remedy: str = "") -> Iterator[None]:
+    """Context manager: raise PackingError, with an argument and a place, for an error in writing to the place."""
+    try:
+        yield
+    except OSError as error:
+        raise PackingError(
+            f"{argument}: expected to write to {str(place)!r}, got the error: {error}{remedy}"
+        ) from error
+
+
 def put_in_place(fresh: Path, folder: Path) -> None:
     """Rename a finished folder to its final path. A folder that exists there is removed."""
-    replaced = []
+    replaced: list[Path] = []
     while True:
         try:
             fresh.rename(folder)
@@ -82,8 +92,8 @@ def put_in_place(fresh: Path, folder: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-        replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
+        replaced.append(fresh.with_name(f"{fresh.name}-{len(replaced)}"))
         with suppress(FileNotFoundError):  # raised if another process has moved the folder
-            folder.rename(replaced[-1] / folder.name)
+            folder.rename(replaced[-1])
     for old in replaced:  # removed only now, since removing takes time, and `folder` does not exist until the rename
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)

@@ -164,9 +164,9 @@ def test_links_in_a_cache_are_not_followed_when_it_is_cleaned(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     documents(9).save_to_disk(tmp_path / "rows")
-    left = tmp_path / "rows" / f"{UNFINISHED}left"
+    left = tmp_path / "rows" / f"{UNFINISHED}{'0' * 32}"
     left.mkdir()
-    links = [tmp_path / "rows" / f"{UNFINISHED}link", left / "link"]
+    links = [tmp_path / "rows" / f"{UNFINISHED}{'1' * 32}", left / "link"]
     for link in links:
         link.symlink_to(tmp_path / "mine")
     ago = time.time() - UNTOUCHED_FOR - 9

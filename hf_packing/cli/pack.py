@@ -7,14 +7,18 @@ from tempfile import TemporaryDirectory
 
 from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
 from hf_packing.errors import PackingError
-from hf_packing.files import put_in_place
+from hf_packing.files import new_folder, writing_to
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import PLAN, Origin
-from hf_packing.rows.pack import pack
+from hf_packing.rows.cache import PLAN, UNFINISHED, remove_unfinished
+from hf_packing.rows.pack import pack_to_disk
+from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import is_token_type
 from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import name_of
+
+_ONE_DAY = 86_400.0
+"""An unfinished folder beside the output, of a process that was killed, is removed after so many seconds."""
 
 
 def run(given: argparse.Namespace) -> int:
@@ -38,36 +42,34 @@ def run(given: argparse.Namespace) -> int:
 def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, output: Path) -> None:
     """Read, tokenize and pack documents, and save the rows with their plan. The output appears whole or not at all."""
     folder = output.resolve()  # a folder cannot be renamed onto a link
-    _check_output(folder, given.overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
-        documents, skipped = read_documents(data, given, work)
-        packed = pack(
-            documents,
-            strategy,
-            share_prefixes=given.share_prefixes,
-            keep_first_labels=given.keep_first_labels,
-        )
-        origin = Origin.load(Path(packed.cache_files[0]["filename"]).parent)
-        plan, trained = origin.plan, origin.facts["trained_tokens"]
-        if not plan.num_packs:
-            raise PackingError(f"data: expected documents with tokens, got none in {data!r}")
-        fresh = Path(work, "packed")
-        packed.save_to_disk(fresh)
-        origin.save(fresh)
-        _check_output(folder, given.overwrite)  # another run may have made the output meanwhile
-        put_in_place(fresh, folder)
+    packing = Packing.of(strategy, share_prefixes=given.share_prefixes, keep_first_labels=given.keep_first_labels)
+    with writing_to("--output", output):
+        _check_output(folder, given.overwrite)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder.parent, _ONE_DAY)
+        with (
+            new_folder(folder, UNFINISHED) as fresh,
+            TemporaryDirectory(dir=fresh, ignore_cleanup_errors=True) as tokens,
+        ):
+            documents, skipped = read_documents(data, given, tokens)
+            fields = documents.features.arrow_schema
+            origin = pack_to_disk(documents, packing, fresh)
+            plan, trained = origin.plan, origin.facts["trained_tokens"]
+            if not plan.num_packs:
+                raise PackingError(f"data: expected documents with tokens, got none in {data!r}")
+            del documents  # Windows removes no file that is open
+            _check_output(folder, given.overwrite)  # another run may have made the output meanwhile
     metrics = plan.metrics()
     if given.json:
         print_json(
             {
                 "output": str(output),
                 "strategy": name_of(strategy),
-                "rows": len(packed),
+                "rows": plan.num_packs,
                 "trained_tokens": trained,
                 "skipped": skipped,
                 "loss_masks": origin.facts["loss_masks"],
-                "left_out": [field.name for field in documents.features.arrow_schema if not is_token_type(field.type)],
+                "left_out": [field.name for field in fields if not is_token_type(field.type)],
                 **vars(metrics),
             }
         )

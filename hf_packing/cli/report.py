@@ -4,19 +4,17 @@ Of a folder that `hf-packing pack` has packed, show its plan, or what the manife
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hf_packing.checks import expect
 from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed
-from hf_packing.columns import INPUT_IDS
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
-from hf_packing.planning.lengths import Pieces
-from hf_packing.report.render import check_page
+from hf_packing.report.render import check_page, save_page
 from hf_packing.report.report import packing_report
 from hf_packing.rows.cache import Origin
-from hf_packing.rows.changes import count_labels
 from hf_packing.rows.token_columns import find_token_columns
 
 
@@ -45,19 +43,19 @@ def run(given: argparse.Namespace) -> int:
     lengths = given.max_length or [2048, 4096, 8192]
     strategies = strategies_named(given.strategy, lengths) if given.strategy else None
     if given.output:
-        check_page(given.output)
-    with TemporaryDirectory() as folder:
+        check_page(given.output, "--output")
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         documents, skipped = read_documents(given.data, given, folder)
-        columns = find_token_columns(documents.data.table)
-        trained = count_labels(columns, Pieces.whole(columns[INPUT_IDS].length))
+        find_token_columns(documents.data.table)  # refuses what `pack` refuses
         report = packing_report(documents, lengths, strategies=strategies, ranks=given.ranks, source=given.data)
+        report = replace(report, skipped=skipped)
+        del documents  # Windows removes no file that is open
     if not given.json:
         print(report)
-        print_counts(trained, report.lengths.tokens, skipped)
     if given.output:
-        report.save(given.output)
+        save_page(report, given.output, "--output")
     if given.json:
-        print_json(report.to_dict() | {"trained_tokens": trained, "skipped": skipped})
+        print_json(report.to_dict())
     elif given.output:
         print(f"written: {given.output}")
     return 0

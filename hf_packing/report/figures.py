@@ -1,5 +1,6 @@
 """The numbers that a report shows: document lengths, and the results of padding and of each packing strategy."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -120,6 +121,10 @@ class Figures:
     """Where the documents come from."""
     shared: SharedPrefixes | None = None
     """How much smaller the documents become if they share prefixes; None if the documents are not known."""
+    trained_tokens: int | None = None
+    """The number of tokens that are trained on; None if the documents are not known, or `pack` does not take them."""
+    skipped: Sequence[str] = ()
+    """The lines and rows that were left out of the documents, with the reasons."""
 
     @property
     def taken(self) -> ReportRow:
@@ -159,4 +164,6 @@ class Figures:
             ],
             "recommendation": asdict(self.recommendation),
             "shared_prefixes": self.shared and asdict(self.shared),
+            "trained_tokens": self.trained_tokens,
+            "skipped": list(self.skipped),
         }

@@ -2,6 +2,7 @@
 
 import re
 from io import BytesIO, StringIO
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from hf_packing.report.figures import Figures, ReportRow
 
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
+_LEGEND_WIDTH, _LEGEND_LINES = 23, 4
+"""The most characters in a line of the legend, which has two columns, and the most lines of a name."""
 
 _INK, _FAINT = "#1f2430", "#d5d9e0"
 _CURVES = ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98")
@@ -37,6 +40,7 @@ _LOOK = {
     "grid.color": _FAINT,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
+    "legend.fontsize": 10,
     "legend.handlelength": 1.2,
     "legend.columnspacing": 1,
     "legend.borderaxespad": 0.1,
@@ -100,7 +104,8 @@ def _draw_lengths(axes: Any, report: Figures) -> None:
 def _draw_fill(axes: Any, report: Figures) -> None:
     width = 3.5  # the recommended strategy comes first, as a wide line, so that an equal curve stays visible on top
     for row in shown_rows(report):
-        axes.plot(np.linspace(0, 100, len(row.fill)), 100 * row.fill, linewidth=width, label=row.name)
+        name = fill(row.name, _LEGEND_WIDTH, max_lines=_LEGEND_LINES, placeholder=" ...")
+        axes.plot(np.linspace(0, 100, len(row.fill)), 100 * row.fill, linewidth=width, label=name)
         width = 1.4
     axes.set(xlabel="packs, emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 

@@ -9,12 +9,16 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 import hf_packing
 from hf_packing.errors import PackingError
+from hf_packing.files import writing_to
 from hf_packing.report.figures import Figures
 from hf_packing.report.plots import PICTURES, load_matplotlib, picture, shown_rows
 from hf_packing.strategies.compare import aligned, cells_of
 
 COLUMNS = {
     "": "",
+    "speed-up over padding": "time per token with padding to the same max_length / time per token with packs of "
+    "similar cost in the same step; not comparable between lengths. Times are counted in operations, not measured, "
+    "and empty slots of a pack cost nothing",
     "padding": "share of the slots that hold no token",
     "truncation": "share of the documents that are not whole in one pack",
     "dropped": "share of the tokens that are in no pack",
@@ -26,11 +30,9 @@ COLUMNS = {
     "differ in size",
     "attention balance": "attention work, mean / maximum over ranks: first with packs in the order of the plan, then "
     "with packs of similar cost in the same step, as with TokenBudget",
-    "speed-up over padding": "time per token with padding to the same max_length / time per token with packs of "
-    "similar cost in the same step; not comparable between lengths. Times are counted in operations, not measured, "
-    "and empty slots of a pack cost nothing",
 }
 """The columns of a report's table, and what they mean."""
+_SUFFIXES = (".html", ".htm")
 _TEMPLATES = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=select_autoescape())
 
 
@@ -43,6 +45,7 @@ def report_cells(report: Figures) -> list[tuple[str, ...]]:
         cells.append(
             (
                 f"padding, at most {padded.max_length}",
+                "1.0",
                 f"{padded.padding_ratio:.3%}",
                 f"{padded.cut_documents / documents:.3%}",
                 f"{padded.lost_tokens / tokens:.3%}",
@@ -52,19 +55,20 @@ def report_cells(report: Figures) -> list[tuple[str, ...]]:
                 f"{work.steps:,}",
                 f"{work.documents_per_step:,.0f}",
                 f"{work.balance:.0%}",
-                "1.0",
             )
         )
         for row in report.rows:
             if row.padded is padded:
                 work = row.work
+                name, *metrics = cells_of(row.compared)
                 cells.append(
                     (
-                        *cells_of(row.compared),
+                        name,
+                        f"{row.speed_up:.1f}",
+                        *metrics,
                         f"{work.steps:,}",
                         f"{work.documents_per_step:,.0f}",
                         f"{work.balance:.0%}, {row.leveled.balance:.0%}",
-                        f"{row.speed_up:.1f}",
                     )
                 )
     return cells
@@ -95,32 +99,70 @@ def fill_template(template: str, report: Figures, **more: Any) -> str:
             "the longest document"
         ),
         prefixes_line=report.shared.sentence() if report.shared else "",
+        counts_lines=_counts_lines(report),
         **more,
     )
 
 
-def check_page(path: Path) -> None:
+def _counts_lines(report: Figures) -> list[str]:
+    """Return sentences on the tokens that are trained on, and on the rows that were left out, if they are known."""
+    said = []
+    if report.trained_tokens is not None:
+        said.append(f"{report.trained_tokens:,} of {report.lengths.tokens:,} tokens are trained on")
+    if report.skipped:
+        said.append(f"rows left out: {len(report.skipped):,}; the first one: {report.skipped[0]}")
+    return said
+
+
+def check_page(path: Path, name: str) -> None:
     """Raise an error if `save_page` cannot write to a path. The check runs before any long work begins.
 
+    Args:
+        path: the path of the page.
+        name: the argument with the path.
+
     Raises:
-        PackingError: the path is a folder, or the folder that contains the path is not writable.
+        PackingError: the path does not end in .html or .htm, it is a folder, or the folder that contains the path is
+            not writable.
         MissingDependencyError: matplotlib is not installed.
     """
     load_matplotlib()
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
-        raise PackingError(f"--output: expected a file in a writable folder, such as report.html, got {str(path)!r}")
+        raise PackingError(f"{name}: expected a file in a writable folder, such as report.html, got {str(path)!r}")
+    if path.suffix.lower() not in _SUFFIXES:
+        raise PackingError(
+            f"{name}: expected a file that ends in {' or '.join(_SUFFIXES)}, got {str(path)!r}; a browser prints the "
+            "page as PDF"
+        )
 
 
-def save_page(report: Figures, path: Path) -> None:
-    """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page."""
-    folder = path.with_name(f"{path.stem}-pictures")
-    folder.mkdir(parents=True, exist_ok=True)
-    svgs = {}
-    for name in PICTURES:
-        svgs[name], image = picture(report, name)
-        (folder / f"{name}.png").write_bytes(image)
+def save_page(report: Figures, path: Path, name: str) -> None:
+    """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page.
+
+    Args:
+        report: the report.
+        path: the path of the page.
+        name: the argument with the path.
+
+    Raises:
+        PackingError: `check_page` raises it, or the disk is full.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    check_page(path, name)
+    pictures = {each: picture(report, each) for each in PICTURES}
     shown = shown_rows(report)
     not_shown = [row.name for row in report.rows if row not in shown]
-    page = fill_template("page.html", report, svgs=svgs, not_shown=not_shown, version=hf_packing.__version__)
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    page = fill_template(
+        "page.html",
+        report,
+        svgs={each: svg for each, (svg, _) in pictures.items()},
+        not_shown=not_shown,
+        version=hf_packing.__version__,
+    )
+    folder = path.with_name(f"{path.stem}-pictures")
+    with writing_to(name, path):
+        folder.mkdir(parents=True, exist_ok=True)
+        for each, (_, png) in pictures.items():
+            (folder / f"{each}.png").write_bytes(png)
+        path.write_text(page, encoding="utf-8", errors="backslashreplace")

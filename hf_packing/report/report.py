@@ -13,6 +13,7 @@ from hf_packing.planning.rank_layout import LINEAR_COST
 from hf_packing.report.figures import Figures, LengthSummary, PaddedRow, Recommendation, ReportRow, summary_of_lengths
 from hf_packing.report.render import as_text, fill_template, save_page
 from hf_packing.report.work import Setup, packed_work, padded_work
+from hf_packing.rows.changes import count_trained
 from hf_packing.strategies.base import Strategy, read_lengths
 from hf_packing.strategies.bucket import Bucket
 from hf_packing.strategies.compare import compare_plans
@@ -53,12 +54,13 @@ class PackingReport(Figures):
         """Write an HTML page with pictures, and write the pictures as PNG files into a folder beside the page.
 
         Args:
-            path: path of the .html file.
+            path: path of the .html or .htm file.
 
         Raises:
+            PackingError: the path has another suffix, or cannot be written to.
             MissingDependencyError: matplotlib is not installed.
         """
-        save_page(self, Path(path))
+        save_page(self, Path(path), "path")
 
 
 def packing_report(
@@ -75,7 +77,7 @@ def packing_report(
 
     Args:
         lengths: the number of tokens in each document, a list or 1-d array of integers; or a Dataset of documents with
-            `input_ids`, which is then also searched for shared prefixes.
+            `input_ids`, which is then also searched for shared prefixes, and whose labels are counted.
         max_length: the most tokens that a row may have; one row length or several. If `strategies` are given, their row
             lengths are used instead.
         strategies: strategies to compare; None for FixedLength, FirstCome and BestFit with each max_length, and Bucket
@@ -115,7 +117,8 @@ def packing_report(
     padded = tuple(by_length.values())
     rows = tuple(ReportRow(row, by_length[row.strategy.largest_capacity], *packed) for row, packed in found)
     report = PackingReport(summary, setup, padded, rows, _recommend(summary, padded, rows), source)
-    return replace(report, shared=measure_shared_prefixes(given, report.taken.max_length))
+    shared = measure_shared_prefixes(given, report.taken.max_length)
+    return replace(report, shared=shared, trained_tokens=count_trained(given))
 
 
 def _usual_strategies(max_length: Any) -> list[Strategy]:

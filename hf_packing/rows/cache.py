@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from numpy.lib.format import open_memmap
 
 import hf_packing
 from hf_packing.errors import PackingError
+from hf_packing.files import writing_to
 from hf_packing.planning.plan import PackingPlan
 
 ROWS = "rows.arrow"
@@ -96,14 +97,21 @@ def folder_for(dataset: datasets.Dataset, fingerprint: str) -> Path:
         home = own_files[0]
     else:
         home = Path(datasets.config.HF_DATASETS_CACHE) / "hf_packing"
-        home.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(home)
+        with writing_cache(home):
+            home.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(home)
     return home / f"packed-{fingerprint}"
 
 
-def _remove_unfinished(home: Path) -> None:
-    """Remove the unfinished folders to which nobody has written for an hour."""
-    for work in home.glob(f"{UNFINISHED}*"):
+def writing_cache(place: Path) -> AbstractContextManager[None]:
+    """Return a context manager: an error in writing to the cache is a PackingError that says how to choose a place."""
+    elsewhere = "; datasets.disable_caching() writes to a temporary folder instead, which TMPDIR chooses"
+    return writing_to("dataset", place, elsewhere)
+
+
+def remove_unfinished(home: Path, untouched_for: float = UNTOUCHED_FOR) -> None:
+    """Remove the unfinished folders in a folder to which nobody has written for so many seconds."""
+    for work in home.glob(f"{UNFINISHED}{'[0-9a-f]' * 32}*"):  # as `new_folder` names them
         with suppress(OSError):  # another process has removed it
-            if time.time() - max(each.stat().st_mtime for each in (work, *work.rglob("*"))) > UNTOUCHED_FOR:
+            if time.time() - max(each.stat().st_mtime for each in (work, *work.rglob("*"))) > untouched_for:
                 shutil.rmtree(work, ignore_errors=True)

@@ -1,16 +1,18 @@
 """What packing did to documents: what it dropped, cut, skipped or left out, as counts and as texts for warnings."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, LABELS, LOSS_MASKS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Pieces, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import read_labels
-from hf_packing.rows.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows
+from hf_packing.rows.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, token_columns_of
 
 
 class LabelCounts(NamedTuple):
@@ -75,6 +77,15 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
             labels[offsets_of(block.length)[:-1][block.length > 0]] = IGNORED_LABEL
         found += int(np.count_nonzero(labels != IGNORED_LABEL))
     return found
+
+
+def count_trained(documents: Any) -> int | None:
+    """Count the tokens of a Dataset that are trained on; None for anything else, and for what `pack` refuses."""
+    if isinstance(documents, datasets.Dataset):
+        with suppress(PackingError):
+            columns = token_columns_of(documents)
+            return count_labels(columns, Pieces.whole(columns[INPUT_IDS].length))
+    return None
 
 
 def changes_of(

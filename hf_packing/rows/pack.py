@@ -20,7 +20,7 @@ from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for
+from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for, writing_cache
 from hf_packing.rows.changes import changes_of, count_labels, describe_changes
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
@@ -155,57 +155,103 @@ def _pack_split(
     packing.check_names(table.column_names)
     fingerprint = fingerprint_of(dataset, packing, table.column_names, lazy)
     folder = folder_for(dataset, fingerprint)
-    origin = rows = None
-    if load_from_cache_file:
-        with suppress(PackingError, OSError, pa.ArrowException):  # not packed yet, or damaged
-            stored = Origin.load(folder)
-            rows = None if lazy else MemoryMappedTable.from_file(str(folder / ROWS))
-            if rows is None or rows.num_rows == stored.plan.num_packs:
-                origin = stored
-    if lazy or origin is None:
+    stored = _open(folder, lazy) if load_from_cache_file else None
+    if lazy or stored is None:
         columns = find_token_columns(table, row_numbers(dataset))
-    if origin is None:
-        origin, rows = _store(packing, columns, folder, lazy)
-    for change in describe_changes(origin.facts, left_out=columns_left_out(table.schema)):
-        warnings.warn(f"pack {change}", stacklevel=3)
+    if stored is None:
+        try:
+            stored = _store(packing, columns, folder, lazy)
+        except PackingError:
+            # another process may have packed the same meanwhile, and Windows replaces no folder with an open file
+            stored = _open(folder, lazy) if load_from_cache_file else None
+            if stored is None:
+                raise
+    origin, rows = stored
+    _warn(origin, table, stacklevel=4)
     info = _info_of_packed(dataset, origin.plan, packing)
     if rows is None:
         return DocumentRows(dataset, packing, folder / PLAN, columns).as_dataset(info, fingerprint)
-    info.features = _features_of_packed(dataset, table.column_names, rows)
+    info.features = _features_of_packed(dataset, table.column_names, rows.schema)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
+
+
+def pack_to_disk(dataset: datasets.Dataset, packing: Packing, folder: Path) -> Origin:
+    """Pack a Dataset into an existing folder, for `datasets.load_from_disk`, and return what packing did."""
+    table = documents_in(dataset)
+    packing.check_names(table.column_names)
+    columns = find_token_columns(table, row_numbers(dataset))
+    origin, schema = _write(packing, columns, *_plan(packing, columns), folder)
+    _warn(origin, table, stacklevel=3)
+    info = _info_of_packed(dataset, origin.plan, packing)
+    info.features = _features_of_packed(dataset, table.column_names, schema)
+    fingerprint = fingerprint_of(dataset, packing, table.column_names, False)
+    # what `save_to_disk` writes beside the rows is that of any number of rows
+    datasets.Dataset(schema.empty_table(), info, dataset.split, fingerprint=fingerprint).save_to_disk(
+        folder, num_shards=1
+    )
+    (file,) = folder.glob("data-*.arrow")
+    (folder / ROWS).replace(file)
+    return origin
+
+
+def _open(folder: Path, lazy: bool) -> tuple[Origin, MemoryMappedTable | None] | None:
+    """Return what a folder of the cache holds, with the rows if they are not lazy; None if it is missing or damaged."""
+    with suppress(PackingError, OSError, pa.ArrowException):
+        origin = Origin.load(folder)
+        rows = None if lazy else MemoryMappedTable.from_file(str(folder / ROWS))
+        if rows is None or rows.num_rows == origin.plan.num_packs:
+            return origin, rows
+    return None
 
 
 def _store(
     packing: Packing, columns: TokenColumns, folder: Path, lazy: bool
 ) -> tuple[Origin, MemoryMappedTable | None]:
-    """Plan documents, write the plan to disk, with the rows if they are not lazy, and return what was written."""
+    """Plan documents, write the plan to the cache, with the rows if they are not lazy, and return what was written."""
+    planned = _plan(packing, columns)
+    with writing_cache(folder):
+        with new_folder(folder, UNFINISHED) as unfinished:
+            origin, _ = _write(packing, columns, *planned, unfinished, lazy)
+        # opened only here, since Windows renames no folder with an open file
+        try:
+            return origin, None if lazy else MemoryMappedTable.from_file(str(folder / ROWS))
+        except FileNotFoundError:  # another process that packs the same is replacing the folder
+            return _open(folder, lazy) or _store(packing, columns, folder, lazy)
+
+
+def _plan(packing: Packing, columns: TokenColumns) -> tuple[PackingPlan, dict[str, Any]]:
+    """Plan documents, and return the plan and what it does to them. Raise PackingError if no label would be left."""
     plan, splits = packing.plan(columns)
     facts = changes_of(columns, plan, splits, repr(packing.strategy), packing.keep_first_labels)
     if facts["labels_left"]:
         facts["labels_left"].check_some_left("strategy", packing.strategy)
+    return plan, facts
+
+
+def _write(
+    packing: Packing, columns: TokenColumns, plan: PackingPlan, facts: dict[str, Any], folder: Path, lazy: bool = False
+) -> tuple[Origin, pa.Schema]:
+    """Write the rows of a plan to a folder unless they are lazy, and then the plan; return it, and the rows' schema."""
     first_labels = None
-    with new_folder(folder, UNFINISHED) as unfinished:
-        if not lazy:
-            facts["trained_tokens"], first_labels = _write_rows(packing, columns, plan, unfinished / ROWS)
-        elif facts["loss_masks"]:
-            facts["trained_tokens"] = count_labels(columns, plan.segments, packing.keep_first_labels)
-        origin = Origin(plan, facts, first_labels)
-        origin.save(unfinished)
-        # opened here, since another process that packs the same may replace the folder as soon as it is in its place
-        rows = None if lazy else MemoryMappedTable.from_file(str(unfinished / ROWS))
-    return origin, None if rows is None else MemoryMappedTable(rows.table, str(folder / ROWS))
+    schema = packing.rows(columns, plan, np.arange(0)).table.schema
+    if not lazy:
+        facts["trained_tokens"], first_labels = _write_rows(packing, columns, plan, schema, folder / ROWS)
+    elif facts["loss_masks"]:
+        facts["trained_tokens"] = count_labels(columns, plan.segments, packing.keep_first_labels)
+    origin = Origin(plan, facts, first_labels)
+    origin.save(folder)
+    return origin, schema
 
 
 def _write_rows(
-    packing: Packing, columns: TokenColumns, plan: PackingPlan, path: Path
+    packing: Packing, columns: TokenColumns, plan: PackingPlan, schema: pa.Schema, path: Path
 ) -> tuple[int, npt.NDArray[np.int32] | None]:
     """Build the rows of a plan block by block, and write them. A thread writes a block while the next one is built.
 
     Returns:
         The number of tokens that are trained on, and the labels that are not in the rows; see `Rows`.
     """
-    schema = packing.rows(columns, plan, np.arange(0)).table.schema
     first_labels, trained_tokens = [], 0
     cut = plan.metrics().num_cut_documents
     what = f"{plan.num_documents:,} documents" + (f", {cut:,} of them cut" if cut else "")
@@ -229,6 +275,12 @@ def _write_rows(
     return trained_tokens, np.concatenate(first_labels) if first_labels else None
 
 
+def _warn(origin: Origin, documents: pa.Table, stacklevel: int) -> None:
+    """Warn of what packing did to documents."""
+    for change in describe_changes(origin.facts, left_out=columns_left_out(documents.schema)):
+        warnings.warn(f"pack {change}", stacklevel=stacklevel)
+
+
 def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packing) -> datasets.DatasetInfo:
     """Return the description of the documents, with a trace of packing if a packed row has several segments.
 
@@ -241,9 +293,9 @@ def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packi
     return info
 
 
-def _features_of_packed(dataset: datasets.Dataset, names: list[str], rows: Any) -> datasets.Features:
+def _features_of_packed(dataset: datasets.Dataset, names: list[str], rows: pa.Schema) -> datasets.Features:
     """Return the features of packed rows. Columns of the documents keep theirs, with lists of any length."""
-    features = datasets.Features.from_arrow_schema(rows.schema)
+    features = datasets.Features.from_arrow_schema(rows)
     for name in set(names).intersection(features) - {INPUT_IDS, LABELS}:
         features[name] = type(features[name])(dataset.features[name].feature)
     return features

@@ -3,13 +3,18 @@
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
+from html import unescape
+from pathlib import Path
 
 import datasets
 import pytest
 from chat_templates import CHAT, CHATML, FROM_TRL, PLAIN, tokenizer_with
 from transformers import PreTrainedTokenizerFast
+from windows_rules import follow_windows_rules
 
 import hf_packing as hfp
 from hf_packing.cli import main
@@ -26,8 +31,14 @@ def test_report(capsys, tmp_path, data, tokenizer, monkeypatch):
     assert f"written: {page}" in printed
     assert page.is_file()
     assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill"))
+    with open(data, "a") as lines:
+        lines.write("no JSON\n")
+    assert main([*given, "--skip-bad"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line or "left out" in line]
+    assert len(said) == 2
+    assert all(line in unescape(page.read_text()) for line in said)
     # Lengths may be given twice and in any order.
-    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "32", "16", "32", "--json"]
+    given = ["report", data, "--tokenizer", tokenizer, "--skip-bad", "--max-length", "32", "16", "32", "--json"]
     assert main([*given, "--strategy", "multipack", "bucket"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [row["strategy"] for row in found["strategies"]]
@@ -95,11 +106,18 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
             ["report", "{folder}/cut.jsonl.gz", "--tokenizer", "{tokenizer}"],
             "expected a file that can be read to its end",
         ),
-        (["pack", "{data}", "--tokenizer", "{tokenizer}", "--output", "{data}/packed"], "Error: [Errno "),
+        (
+            ["pack", "{data}", "--tokenizer", "{tokenizer}", "--output", "{data}/packed"],
+            "error: --output: expected to write to '{data}/packed', got the error: [Errno ",
+        ),
         (["report", "{data}", "--max-length", "0"], "--max-length: expected an integer of at least 1, got '0'"),
         (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer of at least 1, got 'some'"),
         (["report", "{data}", "--output", "{folder}"], "--output: expected a file in a writable folder"),
         (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a file in a writable folder"),
+        (
+            ["report", "{data}", "--output", "{folder}/a.pdf"],
+            "--output: expected a file that ends in .html or .htm, got",
+        ),
         (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows all options"),
         (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
         ([], "the following arguments are required: report | pack | check"),
@@ -120,7 +138,7 @@ def test_bad_input_is_said_in_one_line(capsys, tmp_path, data, tokenizer, argume
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00")
     assert main([argument.format(**known) for argument in arguments]) == 2
     said = capsys.readouterr().err
-    assert message in said
+    assert message.format(**known) in said
     assert said.startswith("error: ")
     assert said.count("\n") == 1
 
@@ -272,7 +290,7 @@ def test_only_a_dataset_is_overwritten_and_links_are_followed(capsys, tmp_path, 
     assert len(datasets.load_from_disk(tmp_path / "large_disk")) > 0
 
 
-@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.cli.pack.put_in_place"])
+@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.files.put_in_place"])
 def test_an_interrupted_run_leaves_nothing_and_changes_nothing(capsys, tmp_path, given, monkeypatch, where):
     for before in (set(), {"packed"}):
         if before:
@@ -289,9 +307,9 @@ def test_an_interrupted_run_leaves_nothing_and_changes_nothing(capsys, tmp_path,
 def test_what_another_run_has_written_meanwhile_is_not_overwritten(capsys, tmp_path, given, monkeypatch):
     save = datasets.Dataset.save_to_disk
 
-    def save_twice(dataset, folder):
-        save(dataset, folder)
-        save(dataset.select([0]), tmp_path / "packed")
+    def save_twice(dataset, folder, **options):
+        save(dataset, folder, **options)
+        save(datasets.Dataset.from_dict({"input_ids": [[1]]}), tmp_path / "packed")
 
     monkeypatch.setattr(datasets.Dataset, "save_to_disk", save_twice)
     assert main(given) == 2
@@ -307,3 +325,60 @@ def test_documents_without_tokens_are_refused(capsys, tmp_path, tokenizer):
         assert main(given) == 2
         assert "error: data: expected documents with tokens, got none" in capsys.readouterr().err
     assert not (tmp_path / "packed").exists()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A saved dataset of documents, and the arguments that pack it."""
+    documents = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8]] * 50})
+    documents.save_to_disk(tmp_path / "documents")
+    return ["pack", str(tmp_path / "documents"), "--max-length", "4", "--output", str(tmp_path / "out" / "packed")]
+
+
+def test_nothing_is_written_but_the_output(tmp_path, saved):
+    """No second copy of the rows stays beside the documents, beside the output or in the cache."""
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    before = {file for folder in (tmp_path, cache) for file in folder.rglob("*")}
+    assert main(saved) == 0
+    packed = hfp.pack(datasets.load_from_disk(tmp_path / "documents"), hfp.BestFit(4))
+    written = datasets.load_from_disk(tmp_path / "out" / "packed")
+    assert written[:] == packed[:]
+    assert (written.features, written.info.description) == (packed.features, packed.info.description)
+    shutil.rmtree(Path(packed.cache_files[0]["filename"]).parent)
+    new = {file for folder in (tmp_path, cache) for file in folder.rglob("*")} - before
+    output = tmp_path / "out"
+    assert {file for file in new if not file.is_relative_to(output / "packed")} == {output}
+    rows = [file for file in new if file.suffix == ".arrow"]
+    assert [file.name for file in rows] == ["data-00000-of-00001.arrow"]
+
+
+def test_the_command_follows_the_rules_of_windows(capsys, tmp_path, given, saved, monkeypatch):
+    follow_windows_rules(monkeypatch)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert main(["report", *given[1:-2]]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "documents", "tokenizer.json"]
+    for arguments, output in ((given, tmp_path / "packed"), (saved, tmp_path / "out" / "packed")):
+        assert [main(arguments), main([*arguments, "--overwrite"])] == [0, 0]
+        packed = datasets.load_from_disk(output)
+        before = packed[:]
+        capsys.readouterr()
+        assert main([*arguments, "--overwrite"]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"error: --output: expected to write to '{output}', got the error: [Errno 13] Access")
+        assert packed[:] == before
+        assert [file.name for file in output.parent.iterdir() if file.name.startswith(".")] == []
+
+
+def test_what_a_killed_run_has_left_is_removed_after_a_day(tmp_path, saved):
+    output, now = tmp_path / "out", time.time()
+    output.mkdir()
+    names = [f".packing-{'0' * 32}", f".packing-{'1' * 32}", f".packing-{'2' * 32}-0", ".packing-mine"]
+    for name in names:
+        (output / name).mkdir()
+        (output / name / "rows.arrow").touch()
+        age = 7_200 if "1" in name else 90_000
+        for file in (output / name, output / name / "rows.arrow"):
+            os.utime(file, (now - age,) * 2)
+    assert main(saved) == 0
+    assert sorted(file.name for file in output.iterdir()) == [names[1], names[3], "packed"]

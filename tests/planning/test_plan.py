@@ -182,8 +182,8 @@ def test_saving_while_others_save_and_read(tmp_path, monkeypatch):
     remove, removed = shutil.rmtree, []
 
     def remove_and_look(folder, **options):
-        if (old := Path(folder) / "plan").is_dir():
-            removed.append(hfp.PackingPlan.load(old))
+        if Path(folder).is_dir():
+            removed.append(hfp.PackingPlan.load(folder))
         assert hfp.PackingPlan.load(tmp_path / "plan") == other
         remove(folder, **options)
 

@@ -11,6 +11,7 @@ import pytest
 
 import hf_packing as hfp
 from hf_packing.report.plots import PICTURES
+from hf_packing.report.render import COLUMNS
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 QUIET = (
@@ -25,10 +26,27 @@ const beyond = [...document.querySelectorAll("body *")].filter((element) =>
 const marks = {};
 for (const figure of document.querySelectorAll("figure"))
   marks[figure.id] = [...figure.querySelectorAll('[id*="-mark-"]')].filter(shown).map((mark) => mark.id);
-const found = { width: innerWidth, scroll: document.documentElement.scrollWidth, marks,
+const broken = [], columns = [];
+for (const table of document.querySelectorAll("table")) {
+  const box = table.parentElement.getBoundingClientRect();
+  for (const heading of table.querySelectorAll("thead th:not(:empty)")) {
+    const right = heading.getBoundingClientRect().right;
+    if (right <= Math.min(box.right, innerWidth) + 0.5) columns.push(heading.textContent); }
+  const texts = document.createTreeWalker(table, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode())
+    for (const word of texts.currentNode.data.matchAll(/\\S+/g)) {
+      const range = document.createRange();
+      range.setStart(texts.currentNode, word.index);
+      range.setEnd(texts.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map((line) => line.top)).size > 1) broken.push(word[0]); } }
+const cut = [...document.querySelectorAll("figure svg text")].filter((text) =>
+  text.getBoundingClientRect().right > text.closest("svg").getBoundingClientRect().right + 0.5);
+const labels = document.querySelector("figure svg text");
+const found = { width: innerWidth, columns, broken, cut: cut.map((text) => text.textContent),
+  scroll: document.documentElement.scrollWidth, marks,
   beyond: beyond.map((element) => element.outerHTML.slice(0, 80)),
   paper: getComputedStyle(document.body).backgroundColor,
-  ink: getComputedStyle(document.querySelector("figure svg text")).fill,
+  ink: labels && getComputedStyle(labels).fill,
   fetched: performance.getEntriesByType("resource").length };
 parent.document.body.innerHTML = "<pre id=found>" + JSON.stringify(found).replaceAll("<", "&lt;") + "</pre>";
 </script>
@@ -59,6 +77,60 @@ def seen_in_browser(page, width, *options):
     command = [browser, *QUIET, *options, f"--user-data-dir={profile}", "--window-size=1600,2000", "--dump-dom"]
     dumped = subprocess.run([*command, copy.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
     return json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dumped, re.DOTALL)[1]))
+
+
+LONG = [
+    hfp.FixedLength(2048),
+    hfp.BestFit(2048, overflow="truncate", max_documents=8, seed=17),
+    hfp.Bucket((2048, 4096, 8192, 16384), padding_threshold=0.05, seed=3),
+    hfp.Bucket(tuple(range(64, 16385, 64))),
+    hfp.Multipack(16384, window=100_001, overflow="drop", seed=12),
+    hfp.BestFit(16384),
+    hfp.FirstCome(16384, order="longest_first", overflow="truncate", max_documents=16),
+    hfp.FirstCome(16384, order="dataset", overflow="drop", max_documents=1234, seed=98765),
+]
+HEADINGS = [name.replace("-", "\N{NON-BREAKING HYPHEN}") for name in COLUMNS if name]
+NOTEBOOK = """<!doctype html><style>
+body { width: 700px; overflow-wrap: anywhere; word-break: break-word; font: 13px sans-serif; }
+table { border-collapse: collapse; table-layout: fixed; margin: 0 auto 1em; }
+td, th { padding: .5em; white-space: normal; max-width: none; border: none; vertical-align: middle; }
+</style><body>%s</body>"""
+"""The strictest of the rules under which notebooks show what a cell returns."""
+
+
+@pytest.fixture(scope="module")
+def long_names(tmp_path_factory):
+    """A report with long names, as a page and as a notebook shows it."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(7.6, 0.55, 4000), 1, 90_000).astype(int)
+    report = hfp.packing_report(lengths, strategies=LONG)
+    folder = tmp_path_factory.mktemp("long")
+    report.save(folder / "page.html")
+    (folder / "notebook.html").write_text(NOTEBOOK % report._repr_html_())
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 800, 390])
+def test_the_speed_up_is_in_sight_and_no_name_is_broken(page, long_names, width):
+    for file in (page, long_names / "page.html"):
+        found = seen_in_browser(file, width)
+        assert found["columns"][0] == HEADINGS[0] == "speed\N{NON-BREAKING HYPHEN}up over padding"
+        assert found["columns"] == HEADINGS[: len(found["columns"])]
+        if width == 1280:
+            assert found["columns"] == HEADINGS
+        assert found["broken"] == []
+        assert found["cut"] == []
+        assert found["beyond"] == []
+
+
+@pytest.mark.slow
+def test_a_notebook_breaks_no_name(long_names, tmp_path):
+    found = seen_in_browser(long_names / "notebook.html", 1000)
+    assert found["columns"][0] == HEADINGS[0]
+    assert found["broken"] == []
+    plain = tmp_path / "plain.html"  # the same without styles of its own
+    plain.write_text(re.sub(' style="[^"]*"', "", (long_names / "notebook.html").read_text()))
+    assert seen_in_browser(plain, 1000)["broken"]
 
 
 LIGHT = ("rgb(255, 255, 255)", "rgb(31, 36, 48)")

@@ -4,7 +4,10 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html import unescape
 
+import datasets
 import numpy as np
 import pytest
 from any_strategy import few_examples
@@ -113,9 +116,9 @@ def test_which_documents_count():
     report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
     cells = {row[0]: row for row in report_cells(report)}
     for found in report.to_dict()["strategies"]:
-        assert cells[found["strategy"]][2] == f"{found['truncation_ratio']:.3%}" == "100.000%"
-        assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
-    assert cells["padding, at most 64"][2] == "100.000%"
+        assert cells[found["strategy"]][3] == f"{found['truncation_ratio']:.3%}" == "100.000%"
+        assert cells[found["strategy"]][5] == f"{found['concatenation_ratio']:.2f}"
+    assert cells["padding, at most 64"][3] == "100.000%"
     assert report.lengths.empty == 100
     for documents, length, padded_rows in ((800, 512, 1), (40, 3000, 16)):
         strategies = [hfp.BestFit(length)]
@@ -213,3 +216,70 @@ def test_without_matplotlib(chat, tmp_path, monkeypatch):
     with pytest.raises(MissingDependencyError, match=r'pictures need matplotlib: pip install "hf-packing\[plots\]"'):
         hfp.packing_report(chat, 2048).save(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["report.pdf", "report", "report.html.gz", "report.md", "html"])
+def test_other_files_than_pages_are_refused(tmp_path, name):
+    report = hfp.packing_report([5, 6, 7], 8)
+    with pytest.raises(
+        PackingError, match=r"^path: expected a file that ends in .html or .htm, got '.*prints the page"
+    ):
+        report.save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_a_page_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
+    report = hfp.packing_report([5, 6, 7], 8)
+    (tmp_path / "file").touch()
+    (tmp_path / "taken-pictures").touch()
+    (tmp_path / "folder.html").mkdir()
+    for place in (tmp_path / "file" / "report.html", tmp_path / "folder.html"):
+        with pytest.raises(PackingError, match=f"^path: expected a file in a writable folder.*, got '{place}'"):
+            report.save(place)
+    with pytest.raises(PackingError, match="^path: expected to write to '.*taken.html', got the error: .*exists"):
+        report.save(tmp_path / "taken.html")
+    assert not (tmp_path / "taken.html").exists()
+    report.save(str(tmp_path / "new" / "REPORT.HTM"))
+    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == ["REPORT-pictures", "REPORT.HTM"]
+
+
+DOCUMENTS = {"input_ids": [[1, 2, 3], [4, 5], [], [6]]}
+
+
+@pytest.mark.parametrize(
+    ("more", "trained"),
+    [
+        ({}, 3),  # all tokens but the first of each document
+        ({"labels": [[1, -100, 3], [-100, 5], [], [6]]}, 2),
+        ({"completion_mask": [[0, 0, 1], [0, 0], [], [1]]}, 1),
+        ({"labels": [0, 1, 0, 1]}, None),  # one label for each document
+        ({"labels": [[1], [1, 2, 3], [4], [5, 6]]}, None),  # of a model with a decoder
+        ({"attention_mask": [[0, 1, 1], [1, 1], [], [1]]}, None),  # padded
+    ],
+)
+def test_tokens_that_are_trained_on_are_counted(tmp_path, monkeypatch, more, trained):
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
+    documents = datasets.Dataset.from_dict({name: rows + rows for name, rows in (DOCUMENTS | more).items()})
+    report = hfp.packing_report(documents.select(range(4)), 4)
+    report.save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert report.to_dict()["trained_tokens"] == report.trained_tokens == trained
+    for shown in (str(report), report._repr_html_(), page):
+        assert (f"{trained} of 6 tokens are trained on" in shown) == (trained is not None)
+        assert ("are trained on" in shown) == (trained is not None)
+    assert hfp.packing_report([3, 2, 0, 1], 4).trained_tokens is None
+
+
+def test_rows_that_were_left_out_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
+    skipped = ["a.jsonl, line 3: got '<b>'", "a.jsonl, line 5"]
+    report = replace(hfp.packing_report([5, 6, 7], 8), skipped=skipped)
+    report.save(tmp_path / "report.html")
+    said = f"rows left out: 2; the first one: {skipped[0]}"
+    assert said in str(report)
+    assert report.to_dict()["skipped"] == skipped
+    for shown in (report._repr_html_(), (tmp_path / "report.html").read_text()):
+        assert said in unescape(shown)
+        assert "<b>&#39;" not in shown
+        assert "&lt;b&gt;" in shown

@@ -1,11 +1,15 @@
 """Where packed rows are cached, when they are used again, and what damaged files and killed processes do to them."""
 
 import os
+import re
+import resource
+import shutil
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import datasets
 import pyarrow as pa
@@ -13,10 +17,11 @@ import pytest
 from datasets import Dataset, load_from_disk
 from datasets.table import MemoryMappedTable
 from tiers import fast_only
+from windows_rules import follow_windows_rules
 
 import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
-from hf_packing.rows.cache import UNTOUCHED_FOR
+from hf_packing.rows.cache import UNFINISHED, UNTOUCHED_FOR
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}
@@ -195,14 +200,122 @@ def make_old(*files):
 
 
 def test_unfinished_folders_are_removed_an_hour_after_the_last_write(folder):
-    left, other = folder / ".packing-a", folder / ".other"
+    left, other = folder / f"{UNFINISHED}{uuid4().hex}", folder / f"{UNFINISHED}list"
     left.mkdir()
     (left / "rows.arrow").touch()
     other.touch()
     make_old(left, other)
     (left / "rows.arrow").touch()
     pack(folder)
-    assert unfinished(folder) == [other, left]
+    assert unfinished(folder) == sorted([other, left])
     make_old(left)
     pack(folder)
     assert unfinished(folder) == [other]
+
+
+def test_the_rules_of_windows_are_followed_in_the_tests_below(tmp_path, monkeypatch):
+    follow_windows_rules(monkeypatch)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(b"1")
+    with (tmp_path / "a" / "file").open("rb"), pytest.raises(PermissionError):
+        (tmp_path / "a").rename(tmp_path / "b")
+    mapped = pa.memory_map(str(tmp_path / "a" / "file"))
+    for change in (lambda: (tmp_path / "a").rename(tmp_path / "b"), lambda: shutil.rmtree(tmp_path / "a")):
+        with pytest.raises(PermissionError):
+            change()
+    mapped.close()
+    (tmp_path / "a").rename(tmp_path / "b")
+    shutil.rmtree(tmp_path / "b")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_are_cached_under_the_rules_of_windows(folder, monkeypatch, lazy):
+    follow_windows_rules(monkeypatch)
+    stored, packed = pack(folder)
+    assert hfp.unpack(packed)[:] == DOCUMENTS
+    before, source = packed[:], load_from_disk(folder)
+    hfp.pack(source, STRATEGY, lazy=lazy)
+    # rows that are read cannot be replaced
+    with pytest.raises(hfp.PackingError, match=f"^dataset: expected to write to '{stored}', got the error: .*denied"):
+        hfp.pack(source, STRATEGY, load_from_cache_file=False)
+    assert unfinished(folder) == []
+    del packed
+    again, packed = pack(folder, load_from_cache_file=False)
+    assert (again, packed[:]) == (stored, before)
+    del packed
+    (stored / "packing.json").write_text("{}")
+    assert pack(folder)[1][:] == before
+    assert hfp.pack(source, STRATEGY, lazy=True)[:] == before
+
+
+def test_rows_that_another_process_has_packed_meanwhile_are_used_under_the_rules_of_windows(folder, monkeypatch):
+    follow_windows_rules(monkeypatch)
+    plan, others = hfp.BestFit.plan_lengths, []
+
+    def plan_while_another_packs(*given):
+        if not others:
+            others.append(None)
+            others[0] = pack(folder)[1]
+        return plan(*given)
+
+    monkeypatch.setattr(hfp.BestFit, "plan_lengths", plan_while_another_packs)
+    _, packed = pack(folder)
+    assert packed.cache_files == others[0].cache_files
+    assert hfp.unpack(packed)[:] == DOCUMENTS
+    assert unfinished(folder) == []
+
+
+@pytest.fixture
+def full_disk(folder):
+    """No file may have more than 700 bytes: more than the files of a plan of four documents, and less than rows."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))
+    yield folder
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_is_an_error_that_names_the_place_and_leaves_nothing(folder):
+    before = sorted(folder.rglob("*"))
+    source = load_from_disk(folder)
+    with pytest.raises(
+        hfp.PackingError, match=f"^dataset: expected to write to '{folder}/packed-.*; datasets.disable_"
+    ):
+        hfp.pack(source, STRATEGY)
+    assert sorted(folder.rglob("*")) == before
+    assert len(hfp.pack(source, STRATEGY, lazy=True)) == 3
+
+
+def test_where_rows_go_if_the_folder_of_the_documents_cannot_be_written_to(folder, tmp_path, monkeypatch):
+    source = load_from_disk(folder)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    packed = hfp.pack(source, STRATEGY)
+    assert packed.cache_files[0]["filename"].startswith(f"{datasets.config.HF_DATASETS_CACHE}/hf_packing/packed-")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    place = re.escape(str(tmp_path / "file" / "cache" / "hf_packing"))
+    with pytest.raises(
+        hfp.PackingError, match=f"^dataset: expected to write to '{place}', got the error: .*; datasets"
+    ):
+        hfp.pack(source, STRATEGY)
+    datasets.disable_caching()  # as the message says
+    try:
+        assert hfp.pack(source, STRATEGY)[:] == packed[:]
+    finally:
+        datasets.enable_caching()
+
+
+def test_rows_that_another_process_replaces_in_the_moment_they_are_opened(folder, monkeypatch):
+    source, opened = load_from_disk(folder), []
+
+    class Replaced(MemoryMappedTable):
+        @classmethod
+        def from_file(cls, path):
+            opened.append(path)
+            if len(opened) == 1:  # the other process has moved the folder, and not yet put its own there
+                raise FileNotFoundError(path)
+            return MemoryMappedTable.from_file(path)
+
+    monkeypatch.setattr(pack_module, "MemoryMappedTable", Replaced)
+    assert hfp.unpack(hfp.pack(source, STRATEGY))["input_ids"][:] == ROWS
+    assert len(opened) == 2
