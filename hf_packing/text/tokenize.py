@@ -183,14 +183,16 @@ def tokenize(
     Args:
         dataset: Dataset, DatasetDict, IterableDataset or IterableDatasetDict; or a batch of `map`, as in
             `dataset.map(hfp.tokenize, batched=True, fn_kwargs={"tokenizer": tokenizer}, remove_columns=...)`. Rows have
-            `text`, or `prompt` and `completion` (both as text, or both as lists of messages), or `messages`.
+            `prompt` and `completion` (both as text, or both as lists of messages), `messages`, `conversations`, or
+            `text`; of several, the first is taken, as in TRL. Messages with `weight` 0, `train` or `trainable` False,
+            or `masked` True are not trained on.
         tokenizer: a tokenizer of transformers.
         train_on: "assistant" for the assistant's turns of chats, "completion" for what follows a prompt, "all" for all
             tokens. With None, "assistant" for messages, "completion" for prompts with completions, and "all" for texts.
             The template needs no `{% generation %}` marks for "assistant": if TRL has a training version of the
-            template, that is taken, as SFTTrainer does; else a turn is what the template adds for it to the earlier
-            messages and the generation prompt.
-        text_field: name of the column with the text; None to take the first of `text`, `prompt` and `messages`.
+            template, that is taken, as SFTTrainer does; else a turn is what the template adds for it to the messages
+            before it and the generation prompt.
+        text_field: name of the column with the text or the messages; None to take the first of those above.
         chat_template: a Jinja template to take instead of the tokenizer's.
         add_special_tokens: whether the tokenizer adds its special tokens to texts; False for texts that a chat template
             has written already.
@@ -201,13 +203,15 @@ def tokenize(
         for each row, in the same order.
 
     Raises:
-        PackingError: `train_on` is unknown or does not fit the rows; the columns are missing; a row has other types;
-            the chat template does not accept a row, does not write its tools, or rewrites earlier turns so that the
-            tokens to train on cannot be found.
+        PackingError: `train_on` is unknown or does not fit the rows; the columns are missing; a row has other types, or
+            weights of messages other than 0 and 1; the chat template does not accept a row, does not write its tools,
+            or rewrites earlier turns so that the tokens to train on cannot be found.
+        MissingDependencyError: TRL, which may have a training version of the template, is not installed.
 
     Warns:
-        UserWarning: chats lack content, thinking or tool calls, which the template leaves out; or documents have no
-            token to train on. The warnings give the numbers for each batch.
+        UserWarning: chats lack content, thinking or tool calls, which the template leaves out; documents have no token
+            to train on, no end-of-sequence token, or special tokens twice; or rows have several fields that could be
+            meant. The warnings give the numbers for each batch.
 
     Example:
         >>> import hf_packing as hfp
