@@ -70,7 +70,7 @@ UPWARD = {
 
 THIRD_PARTY = {
     "errors": set(),
-    "files": set(),
+    "files": {"fsspec"},
     "versions": set(),
     "columns": {"numpy"},
     "checks": {"numpy", "packaging"},
