@@ -59,7 +59,7 @@ class Origin:
         Raises:
             PackingError: a file is missing or damaged.
         """
-        return cls.load(folder) if (folder / PLAN).exists() and (folder / _FACTS).exists() else None
+        return cls.load(folder) if (folder / _FACTS).exists() else None
 
     @classmethod
     def load(cls, folder: Path) -> "Origin":

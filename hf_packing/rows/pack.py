@@ -171,8 +171,7 @@ def _pack_split(
     info = _info_of_packed(dataset, origin.plan, packing)
     if rows is None:
         return DocumentRows(dataset, packing, folder / PLAN, columns).as_dataset(info, fingerprint)
-    info.features = _features_of_packed(dataset, table.column_names, rows.schema)
-    packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
+    packed = _packed_dataset(rows, dataset, table.column_names, info, fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
 
@@ -180,16 +179,13 @@ def pack_to_disk(dataset: datasets.Dataset, packing: Packing, folder: Path) -> O
     """Pack a Dataset into an existing folder, for `datasets.load_from_disk`, and return what packing did."""
     table = documents_in(dataset)
     packing.check_names(table.column_names)
-    columns = find_token_columns(table, row_numbers(dataset))
-    origin, schema = _write(packing, columns, *_plan(packing, columns), folder)
+    origin, schema = _write(packing, find_token_columns(table, row_numbers(dataset)), folder)
     _warn(origin, table, stacklevel=3)
-    info = _info_of_packed(dataset, origin.plan, packing)
-    info.features = _features_of_packed(dataset, table.column_names, schema)
-    fingerprint = fingerprint_of(dataset, packing, table.column_names, False)
+    names, info = table.column_names, _info_of_packed(dataset, origin.plan, packing)
+    fingerprint = fingerprint_of(dataset, packing, names, False)
     # what `save_to_disk` writes beside the rows is that of any number of rows
-    datasets.Dataset(schema.empty_table(), info, dataset.split, fingerprint=fingerprint).save_to_disk(
-        folder, num_shards=1
-    )
+    packed = _packed_dataset(schema.empty_table(), dataset, names, info, fingerprint)
+    packed.save_to_disk(folder, num_shards=1)
     (file,) = folder.glob("data-*.arrow")
     (folder / ROWS).replace(file)
     return origin
@@ -209,10 +205,9 @@ def _store(
     packing: Packing, columns: TokenColumns, folder: Path, lazy: bool
 ) -> tuple[Origin, MemoryMappedTable | None]:
     """Plan documents, write the plan to the cache, with the rows if they are not lazy, and return what was written."""
-    planned = _plan(packing, columns)
     with writing_cache(folder):
         with new_folder(folder, UNFINISHED) as unfinished:
-            origin, _ = _write(packing, columns, *planned, unfinished, lazy)
+            origin, _ = _write(packing, columns, unfinished, lazy)
         # opened only here, since Windows renames no folder with an open file
         try:
             return origin, None if lazy else MemoryMappedTable.from_file(str(folder / ROWS))
@@ -220,19 +215,19 @@ def _store(
             return _open(folder, lazy) or _store(packing, columns, folder, lazy)
 
 
-def _plan(packing: Packing, columns: TokenColumns) -> tuple[PackingPlan, dict[str, Any]]:
-    """Plan documents, and return the plan and what it does to them. Raise PackingError if no label would be left."""
+def _write(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool = False) -> tuple[Origin, pa.Schema]:
+    """Plan documents, and write the rows to a folder unless they are lazy, and then the plan.
+
+    Returns:
+        What was planned, and the schema of the rows.
+
+    Raises:
+        PackingError: no label would be left.
+    """
     plan, splits = packing.plan(columns)
     facts = changes_of(columns, plan, splits, repr(packing.strategy), packing.keep_first_labels)
     if facts["labels_left"]:
         facts["labels_left"].check_some_left("strategy", packing.strategy)
-    return plan, facts
-
-
-def _write(
-    packing: Packing, columns: TokenColumns, plan: PackingPlan, facts: dict[str, Any], folder: Path, lazy: bool = False
-) -> tuple[Origin, pa.Schema]:
-    """Write the rows of a plan to a folder unless they are lazy, and then the plan; return it, and the rows' schema."""
     first_labels = None
     schema = packing.rows(columns, plan, np.arange(0)).table.schema
     if not lazy:
@@ -293,9 +288,11 @@ def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packi
     return info
 
 
-def _features_of_packed(dataset: datasets.Dataset, names: list[str], rows: pa.Schema) -> datasets.Features:
-    """Return the features of packed rows. Columns of the documents keep theirs, with lists of any length."""
-    features = datasets.Features.from_arrow_schema(rows)
+def _packed_dataset(
+    rows: Any, documents: datasets.Dataset, names: list[str], info: datasets.DatasetInfo, fingerprint: str
+) -> datasets.Dataset:
+    """Return a table of packed rows as a Dataset. Columns of the documents keep their types, as lists of any length."""
+    info.features = features = datasets.Features.from_arrow_schema(rows.schema)
     for name in set(names).intersection(features) - {INPUT_IDS, LABELS}:
-        features[name] = type(features[name])(dataset.features[name].feature)
-    return features
+        features[name] = type(features[name])(documents.features[name].feature)
+    return datasets.Dataset(rows, info=info, split=documents.split, fingerprint=fingerprint)
