@@ -30,7 +30,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, count_ranges, join_rows, offsets_of, sums_of
-from hf_packing.trees.segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments, check_segments
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
 """Columns of packed rows and documents, which have another meaning or none in a row of trees."""
@@ -124,7 +124,7 @@ def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, In
         PackingError: the columns of a row contradict each other; the error names the row.
     """
     lengths, segments = join_rows(columns[SEGMENT_LENGTHS])
-    _, parents = join_rows(columns[PARENTS])
+    above, parents = join_rows(columns[PARENTS])
     ends, documents = join_rows(columns[ENDS])
     _refuse(PARENTS, parents != segments, "one value for each segment", parents)
     first_segment = offsets_of(segments)
@@ -132,7 +132,13 @@ def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, In
     _refuse(SEGMENT_LENGTHS, found != tokens, "lengths that add up to the tokens", found)
     outside = (ends < 0) | (ends >= np.repeat(segments, documents))
     _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
-    trees = TreeSegments.of_rows(columns[SEGMENT_LENGTHS], columns[PARENTS])
+    above[above >= 0] += np.repeat(first_segment[:-1], segments)[above >= 0]
+    try:
+        trees = TreeSegments.from_arrays(lengths, above)
+    except PackingError:
+        for number, row in enumerate(zip(columns[SEGMENT_LENGTHS], columns[PARENTS], strict=True)):
+            check_segments(*row, f" of row {number}")
+        raise
     return trees, ends + np.repeat(first_segment[:-1], documents), documents
 
 

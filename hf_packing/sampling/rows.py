@@ -264,7 +264,8 @@ class TreesOfDocuments(DocumentRows):
         columns = {name: column for name, column in token_columns_of(dataset).items() if name in names}
         lengths = check_lengths(columns[INPUT_IDS].length)
         pieces = cut_to_pieces(lengths, max_length or max_tokens, overflow)
-        forest = cut_large_trees(find_trees(columns, pieces, fewest_shared).forest, max_tokens)
+        forest, _ = find_trees(columns, pieces, fewest_shared)
+        forest = cut_large_trees(forest, max_tokens)
         segments = pieces.take(forest.order)
         plan = PackingPlan(
             document_length=lengths,

@@ -11,7 +11,7 @@ only where they are neither -100 nor the token itself.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -49,16 +49,7 @@ _FEWEST_AT_ONCE = 64
 """The fewest tokens of each piece that are sorted at a time."""
 
 
-@dataclass(frozen=True)
-class FoundTrees:
-    """The forest of a dataset, and the prefixes that were split although their tokens are equal."""
-
-    forest: Forest
-    splits: dict[str, int] = field(default_factory=dict)
-    """By the name of a column: how many neighbors share fewer tokens, because their values in this column differ."""
-
-
-def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundTrees:
+def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> tuple[Forest, dict[str, int]]:
     """Find the prefixes that pieces of documents share.
 
     Where documents branch off fewer than `min_shared` tokens after an earlier branching, they branch off there instead,
@@ -71,7 +62,8 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundT
         min_shared: the fewest tokens that documents share, at least 1.
 
     Returns:
-        The forest, with trees in the order of their first pieces, and the number of splits by column.
+        The forest, with trees in the order of their first pieces; and by the name of a column, how many neighbors share
+        fewer tokens because their values in this column differ.
     """
     splits: dict[str, int] = {}
     alone = np.ones(len(pieces.length), dtype=bool)
@@ -85,7 +77,7 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundT
     shared.append(np.zeros_like(order[-1]))
     places = np.concatenate(order)
     forest = Forest(places, pieces.length[places].astype(np.int64), np.concatenate(shared))
-    return FoundTrees(forest.select(np.argsort(np.minimum.reduceat(places, forest.offsets[:-1]))), splits)
+    return forest.select(np.argsort(np.minimum.reduceat(places, forest.offsets[:-1]))), splits
 
 
 def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int) -> list[IntArray]:
@@ -279,7 +271,7 @@ def find_in_batch(
     begin = offsets_of(length)[:-1]
     of_tokens = {INPUT_IDS: input_ids, **others}
     columns = {name: column_of_values(name, values, length) for name, values in of_tokens.items()}
-    forest = find_trees(columns, Pieces.whole(length), min_shared).forest
+    forest, _ = find_trees(columns, Pieces.whole(length), min_shared)
     paths = TreePaths(forest.length, forest.shared)
     segments = segments_of(paths, np.array([0, len(length)]))
     trees = TreeSegments.from_arrays(segments.lengths, segments.parents)
@@ -330,7 +322,8 @@ def measure_shared_prefixes(documents: Any, max_length: int) -> SharedPrefixes |
     lengths = check_lengths(columns[INPUT_IDS].length)
     first = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), MEASURED_TOKENS)))
     pieces = cut_to_pieces(lengths[:first], max_length, "split")
-    forest = cut_large_trees(find_trees(columns, pieces, FEWEST_SHARED).forest, max_length)
+    forest, _ = find_trees(columns, pieces, FEWEST_SHARED)
+    forest = cut_large_trees(forest, max_length)
     tokens, unique = int(forest.length.sum()), int(forest.sizes.sum())
     measured = min(first, len(lengths))
     return SharedPrefixes(tokens / unique if unique else 1.0, measured, measured < len(lengths))

@@ -6,7 +6,6 @@ document. That document then stands in its row as a whole, which repeats the tok
 """
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from hf_packing.checks import check_whole_number
-from hf_packing.planning.lengths import IntArray, Pieces, check_lengths, indices_in_groups, offsets_of, sums_of
-from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.lengths import IntArray, indices_in_groups, offsets_of, sums_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,36 +145,3 @@ def check_fewest_shared(share_prefixes: Any) -> int | None:
     if share_prefixes is True:
         return FEWEST_SHARED
     return check_whole_number("share_prefixes", share_prefixes)
-
-
-def plan_forest(
-    forest: Forest, pieces: Pieces, lengths: IntArray, capacity: int, plan_lengths: Callable[[IntArray], PackingPlan]
-) -> PackingPlan:
-    """Plan documents that share prefixes, and return a plan with `segment_shared`.
-
-    Trees that are larger than a pack are cut where the fewest tokens are repeated.
-
-    Args:
-        forest: the forest of the pieces; no piece is longer than `capacity`.
-        pieces: the pieces of the documents.
-        lengths: integers [documents]: length of each document before cutting, in tokens.
-        capacity: the most tokens that a tree may have.
-        plan_lengths: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
-    """
-    forest = cut_large_trees(forest, capacity)
-    sizes = check_lengths(forest.sizes)
-    plan = plan_lengths(sizes)
-    assert plan.num_segments == len(sizes)  # none was cut or dropped
-    planned = forest.select(plan.segment_document)
-    segments = pieces.take(planned.order)
-    return PackingPlan(
-        document_length=lengths,
-        segment_document=segments.document,
-        segment_start=segments.start,
-        segment_length=segments.length,
-        pack_offsets=planned.offsets[plan.pack_offsets],
-        pack_capacity=plan.pack_capacity,
-        segment_shared=planned.shared,
-        proven_lower_bound=plan.proven_lower_bound,
-        note=plan.note,
-    )

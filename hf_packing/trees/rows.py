@@ -39,12 +39,14 @@ from hf_packing.rows.packed_rows import Rows, as_int32, list_array, read_labels
 from hf_packing.rows.token_columns import TokenColumns
 from hf_packing.strategies.base import Strategy
 from hf_packing.trees.find import find_trees
-from hf_packing.trees.forest import plan_forest
+from hf_packing.trees.forest import cut_large_trees
 from hf_packing.trees.segments import TreePaths, segments_of
 
 
 def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[PackingPlan, dict[str, int]]:
     """Find the prefixes that documents share, and plan the documents.
+
+    Trees that are larger than a pack are cut where the fewest tokens are repeated.
 
     Args:
         columns: the token columns of the documents.
@@ -52,13 +54,29 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
         fewest: the fewest tokens that documents share.
 
     Returns:
-        The plan, and by the name of a column, how many shared prefixes ended early because values in it differ.
+        The plan, which has `segment_shared`; and by the name of a column, how many shared prefixes ended early because values in it differ.
     """
     capacity = strategy.largest_capacity
     lengths = check_lengths(columns[INPUT_IDS].length)
     pieces = cut_to_pieces(lengths, capacity, strategy.overflow)
-    found = find_trees(columns, pieces, fewest)
-    return plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits
+    found, splits = find_trees(columns, pieces, fewest)
+    forest = cut_large_trees(found, capacity)
+    plan = strategy.plan_lengths(check_lengths(forest.sizes))
+    assert plan.num_segments == len(forest.sizes)  # none was cut or dropped
+    planned = forest.select(plan.segment_document)
+    segments = pieces.take(planned.order)
+    trees = PackingPlan(
+        document_length=lengths,
+        segment_document=segments.document,
+        segment_start=segments.start,
+        segment_length=segments.length,
+        pack_offsets=planned.offsets[plan.pack_offsets],
+        pack_capacity=plan.pack_capacity,
+        segment_shared=planned.shared,
+        proven_lower_bound=plan.proven_lower_bound,
+        note=plan.note,
+    )
+    return trees, splits
 
 
 def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, join_rows, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, offsets_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -45,28 +45,12 @@ class TreeSegments:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check(self.lengths, self.parents)
+        check_segments(self.lengths, self.parents)
 
     @classmethod
     def from_arrays(cls, lengths: Any, parents: Any) -> "TreeSegments":
         """Return the TreeSegments of two lists or arrays of integers."""
         return cls(tuple(np.asarray(lengths).tolist()), tuple(np.asarray(parents).tolist()))
-
-    @classmethod
-    def of_rows(cls, lengths: Sequence[IntArray], parents: Sequence[IntArray]) -> "TreeSegments":
-        """Return the segments of several rows, laid end to end, from the two columns of each row.
-
-        Raises:
-            PackingError: the segments of a row are not trees; the error names the row.
-        """
-        (values, segments), (above, _) = join_rows(lengths), join_rows(parents)
-        above[above >= 0] += np.repeat(offsets_of(segments)[:-1], segments)[above >= 0]
-        try:
-            return cls.from_arrays(values, above)
-        except PackingError:
-            for number, row in enumerate(zip(lengths, parents, strict=True)):
-                _check(*row, f" of row {number}")
-            raise
 
     @property
     def tokens(self) -> int:
@@ -166,7 +150,8 @@ def attention_costs(lengths: npt.NDArray[np.int64], depths: npt.NDArray[np.int64
     return lengths * (2 * depths + lengths)
 
 
-def _check(lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntArray, where: str = "") -> None:
+def check_segments(lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntArray, where: str = "") -> None:
+    """Raise PackingError unless segments are trees; see `TreeSegments`. The message ends with `where` they are."""
     if len(lengths) != len(parents):
         raise PackingError(
             f"column {PARENTS!r}: expected one parent for each of the {len(lengths)} segments in {SEGMENT_LENGTHS}, "
@@ -277,7 +262,7 @@ class TreePaths:
         """int64 [documents]: index of the last shared token of each document, plus 1; 0 without any."""
         above = self.above
         branch = self.begin[above] + self.shared - self.shared[above]
-        return np.where(above < 0, 0, branch) if len(above) else above
+        return np.where(above < 0, 0, branch)
 
     @cached_property
     def tokens(self) -> Places:

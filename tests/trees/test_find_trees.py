@@ -1,6 +1,7 @@
 """Trees: found beside a literal trie, cut optimally, walked segment by segment, and how much they shrink documents."""
 
 import json
+from collections import namedtuple
 from itertools import combinations, pairwise
 
 import datasets
@@ -24,6 +25,8 @@ from hf_packing.trees.find import find_trees, measure_shared_prefixes
 from hf_packing.trees.forest import Forest, cheapest_cuts, cut_large_trees, smallest_first
 from hf_packing.trees.segments import TreeSegments
 
+Found = namedtuple("Found", "forest splits")
+
 
 def columns_of(types=(), **columns):
     types = {"weights": "float32"} | dict(types)
@@ -34,7 +37,7 @@ def columns_of(types=(), **columns):
 def find(documents, least, capacity=10**6, **more):
     columns = columns_of(input_ids=documents, **more)
     pieces = cut_to_pieces(check_lengths(columns["input_ids"].length), capacity, "split")
-    return find_trees(columns, pieces, least), pieces
+    return Found(*find_trees(columns, pieces, least)), pieces
 
 
 def check_sharing(forest, values):
@@ -109,9 +112,9 @@ def test_branchings_close_to_others_and_splits_by_other_columns():
 def test_columns_of_every_type(dtype):
     values = list(np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=dtype))
     columns = columns_of({"kinds": dtype}, input_ids=[[1, 2, 3]] * 3, kinds=values)
-    found = find_trees(columns, cut_to_pieces(check_lengths([3, 3, 3]), 9, "split"), 1)
-    assert sorted(found.forest.shared.tolist()) == [0, 2, 3]
-    assert found.splits == {"kinds": 1}
+    forest, splits = find_trees(columns, cut_to_pieces(check_lengths([3, 3, 3]), 9, "split"), 1)
+    assert sorted(forest.shared.tolist()) == [0, 2, 3]
+    assert splits == {"kinds": 1}
 
 
 def test_equal_hashes_and_blocks_change_nothing(monkeypatch, rng):
