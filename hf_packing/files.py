@@ -72,7 +72,7 @@ def new_folder(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 @contextmanager
-def writing_to(argument: str, place: Path, remedy: str = "") -> Iterator[None]:
+def writing_to(argument: str, place: Path | str, remedy: str = "") -> Iterator[None]:
     """Context manager: raise PackingError, with an argument and a place, for an error in writing to the place."""
     try:
         yield

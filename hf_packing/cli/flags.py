@@ -66,13 +66,6 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
     return TextTokenizer(loaded, end_documents=not given.no_eos, add_special_tokens=special, **options)
 
 
-def print_counts(trained: int, tokens: int, skipped: Sequence[str]) -> None:
-    """Print how many tokens are trained on; and how many lines and rows were left out, with the first one's reason."""
-    print(f"{trained:,} of {tokens:,} tokens are trained on")
-    if skipped:
-        print(f"rows left out: {len(skipped):,}; the first one: {skipped[0]}")
-
-
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
     """Return one strategy for each name and each maximum row length; with buckets, one for each name with all lengths.
 

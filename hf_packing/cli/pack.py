@@ -5,12 +5,13 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
+from hf_packing.cli.flags import print_json, read_documents, strategies_named
 from hf_packing.errors import PackingError
 from hf_packing.files import new_folder, writing_to
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
 from hf_packing.rows.cache import PLAN, UNFINISHED, remove_unfinished
+from hf_packing.rows.changes import describe_counts
 from hf_packing.rows.pack import pack_to_disk
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import is_token_type
@@ -75,7 +76,7 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
         )
         return
     print(plan)
-    print_counts(trained, metrics.num_tokens, skipped)
+    print(*describe_counts(trained, metrics.num_tokens, skipped), sep="\n")
     print(f"written: {output}, with the packing plan in {output / PLAN}")
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hf_packing.checks import expect
-from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
+from hf_packing.cli.flags import print_json, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.report.render import check_page, save_page
 from hf_packing.report.report import packing_report
 from hf_packing.rows.cache import Origin
+from hf_packing.rows.changes import describe_counts
 from hf_packing.rows.token_columns import find_token_columns
 
 
@@ -38,7 +39,7 @@ def run(given: argparse.Namespace) -> int:
             print_json({"trained_tokens": trained, **vars(metrics)})
         else:
             print(origin.plan)
-            print_counts(trained, metrics.num_tokens, [])
+            print(*describe_counts(trained, metrics.num_tokens), sep="\n")
         return 0
     lengths = given.max_length or [2048, 4096, 8192]
     strategies = strategies_named(given.strategy, lengths) if given.strategy else None

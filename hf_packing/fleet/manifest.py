@@ -27,7 +27,7 @@ from uuid import uuid4
 from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.errors import PackingError
-from hf_packing.files import file_system, size_and_version
+from hf_packing.files import file_system, size_and_version, writing_to
 from hf_packing.rows.changes import describe_changes
 
 RUN, MANIFEST = "run.json", "manifest.json"
@@ -105,20 +105,19 @@ class Folder:
         local, path = is_local(self.system), f"{self.root}/{name}"
         fresh = Path(self.root if local else tempfile.gettempdir(), f"{_UNFINISHED}{uuid4().hex}")
         try:
-            Path(path if local else fresh).parent.mkdir(parents=True, exist_ok=True)
-            yield fresh
-            try:
-                self.put(fresh, path)
-            except OSError:
-                if (found := self.digest(name)) is None:
-                    raise
-                if found != sha256_of(LocalFileSystem(), str(fresh)):
-                    raise PackingError(
-                        f"output: expected {self.url}/{name} as this run writes it, but the file has another content: "
-                        "it is damaged, or of another run; remove it, and start this run again"
-                    ) from None
-        except OSError as error:
-            raise PackingError(f"output: expected to write to {self.url!r}, got the error: {error}") from error
+            with writing_to("output", self.url):
+                Path(path if local else fresh).parent.mkdir(parents=True, exist_ok=True)
+                yield fresh
+                try:
+                    self.put(fresh, path)
+                except OSError:
+                    if (found := self.digest(name)) is None:
+                        raise
+                    if found != sha256_of(LocalFileSystem(), str(fresh)):
+                        raise PackingError(
+                            f"output: expected {self.url}/{name} as this run writes it, but the file has another "
+                            "content: it is damaged, or of another run; remove it, and start this run again"
+                        ) from None
         finally:
             fresh.unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import writing_to
 from hf_packing.report.figures import Figures
 from hf_packing.report.plots import PICTURES, load_matplotlib, picture, shown_rows
+from hf_packing.rows.changes import describe_counts
 from hf_packing.strategies.compare import aligned, cells_of
 
 COLUMNS = {
@@ -99,19 +100,9 @@ def fill_template(template: str, report: Figures, **more: Any) -> str:
             "the longest document"
         ),
         prefixes_line=report.shared.sentence() if report.shared else "",
-        counts_lines=_counts_lines(report),
+        counts_lines=describe_counts(report.trained_tokens, lengths.tokens, report.skipped),
         **more,
     )
-
-
-def _counts_lines(report: Figures) -> list[str]:
-    """Return sentences on the tokens that are trained on, and on the rows that were left out, if they are known."""
-    said = []
-    if report.trained_tokens is not None:
-        said.append(f"{report.trained_tokens:,} of {report.lengths.tokens:,} tokens are trained on")
-    if report.skipped:
-        said.append(f"rows left out: {len(report.skipped):,}; the first one: {report.skipped[0]}")
-    return said
 
 
 def check_page(path: Path, name: str) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 
 from hf_packing.checks import check_whole_number
@@ -117,6 +118,8 @@ def packing_report(
     padded = tuple(by_length.values())
     rows = tuple(ReportRow(row, by_length[row.strategy.largest_capacity], *packed) for row, packed in found)
     report = PackingReport(summary, setup, padded, rows, _recommend(summary, padded, rows), source)
+    if not isinstance(given, datasets.Dataset):
+        return report
     shared = measure_shared_prefixes(given, report.taken.max_length)
     return replace(report, shared=shared, trained_tokens=count_trained(given))
 

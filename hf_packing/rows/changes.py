@@ -79,13 +79,24 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
     return found
 
 
-def count_trained(documents: Any) -> int | None:
-    """Count the tokens of a Dataset that are trained on; None for anything else, and for what `pack` refuses."""
-    if isinstance(documents, datasets.Dataset):
-        with suppress(PackingError):
-            columns = token_columns_of(documents)
-            return count_labels(columns, Pieces.whole(columns[INPUT_IDS].length))
+def count_trained(documents: datasets.Dataset) -> int | None:
+    """Count the tokens of documents that are trained on; None for documents that `pack` refuses."""
+    with suppress(PackingError):
+        columns = token_columns_of(documents)
+        return count_labels(columns, Pieces.whole(columns[INPUT_IDS].length))
     return None
+
+
+def describe_counts(trained: int | None, tokens: int, skipped: Sequence[str] = ()) -> list[str]:
+    """Return sentences on the tokens that are trained on, if their number is known, and on rows that were left out.
+
+    Args:
+        trained: the number of tokens that are trained on, or None.
+        tokens: the number of tokens.
+        skipped: the rows that were left out, with the reasons.
+    """
+    said = [] if trained is None else [f"{trained:,} of {tokens:,} tokens are trained on"]
+    return said + [f"rows left out: {len(skipped):,}; the first one: {each}" for each in skipped[:1]]
 
 
 def changes_of(

@@ -307,17 +307,15 @@ class SharedPrefixes:
         return f"documents share prefixes: with share_prefixes=True, {gain}{source}"
 
 
-def measure_shared_prefixes(documents: Any, max_length: int) -> SharedPrefixes | None:
+def measure_shared_prefixes(documents: datasets.Dataset, max_length: int) -> SharedPrefixes:
     """Measure how many times smaller documents become if they share prefixes of at least 16 tokens.
 
     Only tokens are compared: neither labels nor other columns, which may split prefixes.
 
     Args:
-        documents: a Dataset with input_ids; of anything else, such as lengths, nothing is known.
+        documents: documents with input_ids.
         max_length: capacity of a row in tokens. Longer documents are cut, and trees of documents that are larger.
     """
-    if not isinstance(documents, datasets.Dataset):
-        return None
     columns = find_token_columns(documents.data.table.select([INPUT_IDS]), row_numbers(documents))
     lengths = check_lengths(columns[INPUT_IDS].length)
     first = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), MEASURED_TOKENS)))

@@ -54,7 +54,8 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
         fewest: the fewest tokens that documents share.
 
     Returns:
-        The plan, which has `segment_shared`; and by the name of a column, how many shared prefixes ended early because values in it differ.
+        The plan, with `segment_shared`; and by the name of a column, how many shared prefixes ended early because
+        values in it differ.
     """
     capacity = strategy.largest_capacity
     lengths = check_lengths(columns[INPUT_IDS].length)
