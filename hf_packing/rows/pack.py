@@ -24,7 +24,7 @@ from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of
 from hf_packing.rows.changes import changes_of, count_labels, describe_changes
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.packing_trace import with_trace
+from hf_packing.rows.packing_trace import info_of_packed
 from hf_packing.rows.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumns,
@@ -277,15 +277,9 @@ def _warn(origin: Origin, documents: pa.Table, stacklevel: int) -> None:
 
 
 def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packing) -> datasets.DatasetInfo:
-    """Return the description of the documents, with a trace of packing if a packed row has several segments.
-
-    Rows of trees need none, since trainers cannot take them for documents.
-    """
-    known = dataset.info
-    info = datasets.DatasetInfo(known.description, known.citation, known.homepage, known.license)
-    if packing.fewest_shared is None and plan.num_segments > plan.num_packs:
-        info.description = with_trace(info.description, packing.keep_first_labels)
-    return info
+    """Return the description of the rows, with a trace of packing if a packed row has several segments."""
+    is_traced = packing.fewest_shared is None and plan.num_segments > plan.num_packs
+    return info_of_packed(dataset.info, is_traced, packing.keep_first_labels)
 
 
 def _packed_dataset(

@@ -8,6 +8,8 @@ parquet, JSON, pandas and to_iterable_dataset.
 from collections.abc import Iterable
 from typing import Any
 
+import datasets
+
 from hf_packing.columns import SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 
@@ -20,9 +22,20 @@ LOST_FIRST_LABELS = (
 )
 
 
-def with_trace(description: str, first_labels: bool) -> str:
-    """Return the description of a dataset with the trace of packing, and whether first tokens keep their labels."""
-    return f"{description}\n\n{_TRACE}several documents in a row{_KEPT * first_labels}.".lstrip()
+def info_of_packed(known: datasets.DatasetInfo, is_traced: bool, first_labels: bool) -> datasets.DatasetInfo:
+    """Return the description of packed rows, given that of the documents.
+
+    Args:
+        known: the description of the documents.
+        is_traced: whether it gets the trace of packing. Rows of trees need none, since trainers cannot take them for
+            documents.
+        first_labels: whether first tokens keep their labels.
+    """
+    info = datasets.DatasetInfo(known.description, known.citation, known.homepage, known.license)
+    if is_traced:
+        trace = f"{_TRACE}several documents in a row{_KEPT * first_labels}."
+        info.description = f"{info.description}\n\n{trace}".lstrip()
+    return info
 
 
 def is_packed(dataset: Any) -> bool:

@@ -31,7 +31,7 @@ from datasets.iterable_dataset import (
 
 from hf_packing.columns import SEQ_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import with_trace
+from hf_packing.rows.packing_trace import info_of_packed
 
 Examples = Any
 """An object that reads examples, as `datasets` has one inside every IterableDataset."""
@@ -89,14 +89,8 @@ def stream_of(examples: Examples, like: datasets.IterableDataset, first_labels: 
         like: the stream of the documents, whose description, with the trace of packing, split, format, and share of a
             node the result gets.
     """
-    known, features = like.info, examples.features
-    info = datasets.DatasetInfo(
-        description=with_trace(known.description, first_labels) if SEQ_LENGTHS in features else known.description,
-        citation=known.citation,
-        homepage=known.homepage,
-        license=known.license,
-        features=features,
-    )
+    info = info_of_packed(like.info, SEQ_LENGTHS in examples.features, first_labels)
+    info.features = examples.features
     return datasets.IterableDataset(
         examples,
         info=info,
