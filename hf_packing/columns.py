@@ -110,18 +110,32 @@ def rows_of(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
 
 def check_are_documents(names: Collection[str]) -> None:
     """Raise PackingError if rows are packed already, or have no input_ids."""
-    if packed := [name for name in (*SEGMENT_COLUMNS, TREE_INPUT_IDS) if name in names]:
-        raise PackingError(
-            f"column {packed[0]!r}: expected documents that are not packed yet, but a dataset with this column seems "
-            "to be packed already; remove the column if the dataset is not packed"
-        )
+    refuse_columns(
+        (*SEGMENT_COLUMNS, TREE_INPUT_IDS),
+        names,
+        "documents that are not packed yet, but a dataset with this column seems to be packed already; remove the "
+        "column if the dataset is not packed",
+    )
     check_has_tokens(names)
 
 
 def check_has_tokens(names: Collection[str]) -> None:
     """Raise PackingError if documents have no input_ids. For texts and chats, the message names `tokenize`."""
-    if INPUT_IDS not in names:
-        found = ", ".join(names) or "none"
-        texts = {"text", "prompt", "completion", "messages"} & set(names)
-        hint = "; hf_packing.tokenize makes it from texts and chats" if texts else ""
-        raise PackingError(f"column 'input_ids': expected this column in the dataset, got the columns {found}{hint}")
+    texts = {"text", "prompt", "completion", "messages"}.intersection(names)
+    hint = "; hf_packing.tokenize makes it from texts and chats" if texts else ""
+    check_columns((INPUT_IDS,), names, "in the dataset", hint)
+
+
+def check_columns(needed: Iterable[str], names: Collection[str], where: str, hint: str = "") -> None:
+    """Raise PackingError if a needed column is missing; the message says where it is expected, and ends with a hint."""
+    for name in needed:
+        if name not in names:
+            found = ", ".join(names) or "none"
+            raise PackingError(f"column {name!r}: expected this column {where}, got the columns {found}{hint}")
+
+
+def refuse_columns(refused: Iterable[str], names: Collection[str], expected: str) -> None:
+    """Raise PackingError if there is a column that is refused; the message says what is expected instead."""
+    for name in refused:
+        if name in names:
+            raise PackingError(f"column {name!r}: expected {expected}")

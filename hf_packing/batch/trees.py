@@ -27,6 +27,8 @@ from hf_packing.columns import (
     TREE_COLUMNS,
     TREE_INPUT_IDS,
     TREE_LABELS,
+    check_columns,
+    refuse_columns,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, count_ranges, join_rows, offsets_of, sums_of
@@ -49,17 +51,16 @@ def check_tree_row(row: Mapping[str, Any], number: int) -> None:
             f"rows: expected rows of trees only, or none, but row {number} has the columns {', '.join(row)}; put rows "
             "of trees and other rows in different batches"
         )
-    if other := [name for name in _OF_OTHER_ROWS if name in row]:
-        raise PackingError(
-            f"column {other[0]!r}: expected no such column in row {number}, which has the columns of a row of trees; "
-            f"the tokens of trees are in {TREE_INPUT_IDS!r}, and the collator makes the columns for the model"
-        )
-    if missing := [name for name in TREE_COLUMNS if name not in row]:
-        raise PackingError(
-            f"column {missing[0]!r}: expected this column in row {number}, a row of trees, got the columns "
-            f"{', '.join(row) or 'none'}. Trainer removes columns that the model does not take; pass "
-            "remove_unused_columns=False to TrainingArguments"
-        )
+    refuse_columns(
+        _OF_OTHER_ROWS,
+        row,
+        f"no such column in row {number}, which has the columns of a row of trees; the tokens of trees are in "
+        f"{TREE_INPUT_IDS!r}, and the collator makes the columns for the model",
+    )
+    removed = (
+        ". Trainer removes columns that the model does not take; pass remove_unused_columns=False to TrainingArguments"
+    )
+    check_columns(TREE_COLUMNS, row, f"in row {number}, a row of trees", removed)
 
 
 def collate_trees(columns: Columns) -> dict[str, Any]:

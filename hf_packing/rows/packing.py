@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.checks import expect
-from hf_packing.columns import BUCKET, INPUT_IDS, TREE_COLUMNS
-from hf_packing.errors import PackingError
+from hf_packing.columns import BUCKET, INPUT_IDS, TREE_COLUMNS, refuse_columns
 from hf_packing.planning.lengths import IntArray, check_lengths, sums_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows, pack_rows
@@ -57,11 +56,12 @@ class Packing:
         made = [BUCKET] if self.strategy.has_buckets else []
         if self.fewest_shared is not None:
             made += TREE_COLUMNS
-        if taken := [name for name in made if name in names]:
-            raise PackingError(
-                f"column {taken[0]!r}: expected no such column in the documents, since packed rows have a column of "
-                "this name; rename or remove the column of the documents"
-            )
+        refuse_columns(
+            made,
+            names,
+            "no such column in the documents, since packed rows have a column of this name; rename or remove the "
+            "column of the documents",
+        )
 
     def plan(self, columns: TokenColumns) -> tuple[PackingPlan, dict[str, int]]:
         """Plan documents, given their token columns.

@@ -19,6 +19,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
     TREE_INPUT_IDS,
     TREE_LABELS,
+    check_columns,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of, sums_by
@@ -90,8 +91,7 @@ def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
     """
     plan, names = origin.plan, rows.column_names
     are_trees = TREE_INPUT_IDS in names
-    if missing := [name for name in (TREE_COLUMNS if are_trees else (INPUT_IDS, SEQ_LENGTHS)) if name not in names]:
-        raise PackingError(f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(names)}")
+    check_columns(TREE_COLUMNS if are_trees else (INPUT_IDS, SEQ_LENGTHS), names, "in a packed dataset")
     length = plan.segment_length.astype(np.int64)
     shared = plan.segment_shared if are_trees else None
     paths = TreePaths(length, np.zeros_like(length) if shared is None else shared)

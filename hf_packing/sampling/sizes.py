@@ -31,6 +31,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
     TREE_INPUT_IDS,
     TREE_LABELS,
+    check_columns,
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
@@ -315,11 +316,7 @@ def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
         PackingError: there are no tokens, or some of the columns of packed rows or of trees are missing.
     """
     if TREE_INPUT_IDS in names:
-        if missing := [name for name in TREE_COLUMNS if name not in names]:
-            raise PackingError(
-                f"column {missing[0]!r}: expected this column beside {TREE_INPUT_IDS}, in rows of documents that share "
-                f"prefixes, got the columns {', '.join(names)}"
-            )
+        check_columns(TREE_COLUMNS, names, f"beside {TREE_INPUT_IDS}, in rows of documents that share prefixes")
         return TREE_INPUT_IDS, (SEGMENT_LENGTHS, PARENTS, ENDS)
     check_has_tokens(names)
     if SEQ_LENGTHS in names:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from fsspec.core import url_to_fs
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, check_columns, refuse_columns
 from hf_packing.errors import PackingError
 from hf_packing.files import size_and_version
 from hf_packing.planning.lengths import IntArray
@@ -313,17 +313,13 @@ def lengths_of(documents: pa.Table) -> IntArray:
 def _documents(table: pa.Table, wanted: npt.NDArray[np.bool_], schema: pa.Schema) -> pa.Table:
     """Return the wanted rows of a table, with the columns and types of a schema. An attention_mask is only checked."""
     names = table.column_names
-    if missing := [name for name in schema.names if name not in names]:
-        raise PackingError(
-            f"column {missing[0]!r}: expected this column in all documents of the stream, got documents with the "
-            f"columns {', '.join(names)}"
-        )
-    if late := [name for name in (LABELS, *LOSS_MASKS) if name in names and name not in schema.names]:
-        raise PackingError(
-            f"column {late[0]!r}: expected the columns of the first documents, {', '.join(schema.names)}, got a "
-            f"document that also has {late[0]!r}; give all documents the same columns, or pass features=, with all "
-            "columns, to map or from_generator"
-        )
+    check_columns(schema.names, names, "in all documents of the stream")
+    refuse_columns(
+        [name for name in (LABELS, *LOSS_MASKS) if name not in schema.names],
+        names,
+        f"the columns of the first documents, {', '.join(schema.names)}, got a document that also has this one; give "
+        "all documents the same columns, or pass features=, with all columns, to map or from_generator",
+    )
     mask = [name for name in names if name == ATTENTION_MASK and is_token_type(table.schema.field(name).type)]
     table = table.select([*schema.names, *mask])
     if not wanted.all():
