@@ -60,7 +60,7 @@ def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> N
     packing = Packing.of(strategy, share_prefixes=least)
     plans: list[hfp.PackingPlan] = []
     sides = {
-        "find": lambda: find_trees(columns, pieces, least),
+        "find": lambda: find_trees(columns, pieces, least, arguments.max_length),
         "plan": lambda: plans.append(plan_trees(columns, strategy, least)[0]),
         "rows": lambda: deque(packing.blocks(columns, plans[-1], TOKENS_AT_ONCE), maxlen=0),
     }

@@ -49,8 +49,8 @@ _FEWEST_AT_ONCE = 64
 """The fewest tokens of each piece that are sorted at a time."""
 
 
-def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> tuple[Forest, dict[str, int]]:
-    """Find the prefixes that pieces of documents share.
+def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int, capacity: int) -> tuple[Forest, dict[str, int]]:
+    """Find the prefixes that pieces of documents share, and cut trees that are larger than a row.
 
     Where documents branch off fewer than `min_shared` tokens after an earlier branching, they branch off there instead,
     and repeat the tokens in between. So all shared segments have at least `min_shared` tokens, except those that end
@@ -58,8 +58,9 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> tuple[
 
     Args:
         columns: the token columns of the documents.
-        pieces: the pieces of documents; no piece is empty.
+        pieces: the pieces of documents; no piece is empty, or longer than a row.
         min_shared: the fewest tokens that documents share, at least 1.
+        capacity: the most tokens of a tree, which is cut where the fewest tokens are repeated.
 
     Returns:
         The forest, with trees in the order of their first pieces; and by the name of a column, how many neighbors share
@@ -77,7 +78,8 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> tuple[
     shared.append(np.zeros_like(order[-1]))
     places = np.concatenate(order)
     forest = Forest(places, pieces.length[places].astype(np.int64), np.concatenate(shared))
-    return forest.select(np.argsort(np.minimum.reduceat(places, forest.offsets[:-1]))), splits
+    in_order = forest.select(np.argsort(np.minimum.reduceat(places, forest.offsets[:-1])))
+    return cut_large_trees(in_order, capacity), splits
 
 
 def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int) -> list[IntArray]:
@@ -271,7 +273,7 @@ def find_in_batch(
     begin = offsets_of(length)[:-1]
     of_tokens = {INPUT_IDS: input_ids, **others}
     columns = {name: column_of_values(name, values, length) for name, values in of_tokens.items()}
-    forest, _ = find_trees(columns, Pieces.whole(length), min_shared)
+    forest, _ = find_trees(columns, Pieces.whole(length), min_shared, len(input_ids))
     paths = TreePaths(forest.length, forest.shared)
     segments = segments_of(paths, np.array([0, len(length)]))
     trees = TreeSegments.from_arrays(segments.lengths, segments.parents)
@@ -320,8 +322,7 @@ def measure_shared_prefixes(documents: datasets.Dataset, max_length: int) -> Sha
     lengths = check_lengths(columns[INPUT_IDS].length)
     first = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), MEASURED_TOKENS)))
     pieces = cut_to_pieces(lengths[:first], max_length, "split")
-    forest, _ = find_trees(columns, pieces, FEWEST_SHARED)
-    forest = cut_large_trees(forest, max_length)
+    forest, _ = find_trees(columns, pieces, FEWEST_SHARED, max_length)
     tokens, unique = int(forest.length.sum()), int(forest.sizes.sum())
     measured = min(first, len(lengths))
     return SharedPrefixes(tokens / unique if unique else 1.0, measured, measured < len(lengths))

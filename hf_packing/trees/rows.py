@@ -39,7 +39,6 @@ from hf_packing.rows.packed_rows import Rows, as_int32, list_array, read_labels
 from hf_packing.rows.token_columns import TokenColumns
 from hf_packing.strategies.base import Strategy
 from hf_packing.trees.find import find_trees
-from hf_packing.trees.forest import cut_large_trees
 from hf_packing.trees.segments import TreePaths, segments_of
 
 
@@ -60,8 +59,7 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
     capacity = strategy.largest_capacity
     lengths = check_lengths(columns[INPUT_IDS].length)
     pieces = cut_to_pieces(lengths, capacity, strategy.overflow)
-    found, splits = find_trees(columns, pieces, fewest)
-    forest = cut_large_trees(found, capacity)
+    forest, splits = find_trees(columns, pieces, fewest, capacity)
     plan = strategy.plan_lengths(check_lengths(forest.sizes))
     assert plan.num_segments == len(forest.sizes)  # none was cut or dropped
     planned = forest.select(plan.segment_document)

@@ -37,7 +37,7 @@ def columns_of(types=(), **columns):
 def find(documents, least, capacity=10**6, **more):
     columns = columns_of(input_ids=documents, **more)
     pieces = cut_to_pieces(check_lengths(columns["input_ids"].length), capacity, "split")
-    return Found(*find_trees(columns, pieces, least)), pieces
+    return Found(*find_trees(columns, pieces, least, 10**6)), pieces
 
 
 def check_sharing(forest, values):
@@ -112,7 +112,7 @@ def test_branchings_close_to_others_and_splits_by_other_columns():
 def test_columns_of_every_type(dtype):
     values = list(np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=dtype))
     columns = columns_of({"kinds": dtype}, input_ids=[[1, 2, 3]] * 3, kinds=values)
-    forest, splits = find_trees(columns, cut_to_pieces(check_lengths([3, 3, 3]), 9, "split"), 1)
+    forest, splits = find_trees(columns, cut_to_pieces(check_lengths([3, 3, 3]), 9, "split"), 1, 9)
     assert sorted(forest.shared.tolist()) == [0, 2, 3]
     assert splits == {"kinds": 1}
 
