@@ -56,14 +56,23 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
     """Return the TextTokenizer that the flags describe; None without a tokenizer."""
     from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
 
-    options = {"text_field": given.field, "separator": given.separator, "train_on": given.train_on}
+    settings = text_settings(given)
     if given.tokenizer is None:
-        if unused := [name for name, value in options.items() if value is not None]:
+        if unused := [name for name in ("text_field", "separator", "train_on") if settings[name] is not None]:
             raise PackingError(f"tokenizer: expected one for {unused[0]}, got none")
         return None
-    loaded = load_tokenizer(given.tokenizer, given.trust_remote_code)
-    special = not given.no_special_tokens
-    return TextTokenizer(loaded, end_documents=not given.no_eos, add_special_tokens=special, **options)
+    return TextTokenizer(load_tokenizer(given.tokenizer, given.trust_remote_code), **settings)
+
+
+def text_settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Return how the flags say that rows become tokens, as arguments of `TextTokenizer` and `fleet.pack`."""
+    return {
+        "text_field": given.field,
+        "end_documents": not given.no_eos,
+        "add_special_tokens": not given.no_special_tokens,
+        "separator": given.separator,
+        "train_on": given.train_on,
+    }
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:

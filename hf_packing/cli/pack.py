@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import print_json, read_documents, strategies_named
+from hf_packing.cli.flags import print_json, read_documents, strategies_named, text_settings
 from hf_packing.errors import PackingError
 from hf_packing.files import new_folder, writing_to
 from hf_packing.fleet import PackedCorpus
@@ -98,13 +98,9 @@ def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
             task=task,
             share_prefixes=given.share_prefixes,
             keep_first_labels=given.keep_first_labels,
-            text_field=given.field,
-            end_documents=not given.no_eos,
-            add_special_tokens=not given.no_special_tokens,
-            separator=given.separator,
-            train_on=given.train_on,
             skip_bad=given.skip_bad,
             trust_remote_code=given.trust_remote_code,
+            **text_settings(given),
         )
     say_packed(packed, given.json)
 
