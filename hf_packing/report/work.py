@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray, sums_of
 from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.sampling.batching import mean_over_max
 from hf_packing.sampling.fill import group_by_cost
 
 FloatArray = npt.NDArray[np.float64]
@@ -95,7 +96,7 @@ def _work_of(documents: int, tokens: int, slots: IntArray, attention: IntArray, 
     full = len(slots) // setup.ranks
     time = float(steps[:full].max(axis=1).sum() + steps[full:].sum() / setup.ranks)
     compared = in_rows(attention, setup.ranks)[:full] if full else attention[np.newaxis]
-    balance = float((compared.mean(axis=1) / compared.max(axis=1)).mean()) if len(slots) else 1.0
+    balance = mean_over_max(compared, compared) if len(slots) else 1.0
     return Work(documents, tokens, int(slots.sum()), len(steps), time, balance)
 
 

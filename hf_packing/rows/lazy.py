@@ -19,7 +19,7 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumn, TokenColumns, is_list, row_numbers, token_columns_of
+from hf_packing.rows.token_columns import TokenColumn, TokenColumns, is_list, row_numbers, shows_table, token_columns_of
 
 _PACK = "pack"
 _CELL = pa.struct([(_PACK, pa.int64())])
@@ -140,13 +140,12 @@ def lazy_rows(dataset: Any) -> tuple[DocumentRows, IntArray] | None:
     if first.type != _CELL or any(not first.equals(other) for other in others):
         return None
     packs: IntArray = first.combine_chunks().field(0).to_numpy()
-    numbers = row_numbers(dataset)
-    return transform, packs if numbers is None else packs[numbers]
+    return transform, packs[row_numbers(dataset)]
 
 
 def refuse_cells(dataset: Any) -> None:
     """Raise PackingError if a dataset shows the cells of lazy packs, since it has lost the transform."""
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+    if not shows_table(dataset):
         return
     if cells := [field.name for field in dataset.data.table.schema if field.type == _CELL]:
         raise PackingError(

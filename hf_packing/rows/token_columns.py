@@ -33,6 +33,10 @@ VALUES_OF_TOKENS = {INPUT_IDS: "integers", LABELS: "integers"} | dict.fromkeys((
 _UNREADABLE = -1
 """What stands for the length of a row that is null, or has a value that is."""
 
+RowNumbers = IntArray | slice
+ALL_ROWS = slice(None)
+"""In place of the numbers of rows: all rows of a table, in their order."""
+
 
 class TokenColumn:
     """An Arrow column with a list of numbers in each row, readable as NumPy arrays.
@@ -43,7 +47,7 @@ class TokenColumn:
     Args:
         name: the column's name, for error messages.
         column: lists of integers, floats or booleans, or of pairs of them, without nulls.
-        row_numbers: integers [rows]: indices of the rows, in the wanted order; None for all rows in stored order.
+        row_numbers: integers [rows]: indices of the rows, in the wanted order; a slice for all rows in stored order.
 
     Attributes:
         length: int64 [rows]: the number of values in each row.
@@ -53,16 +57,13 @@ class TokenColumn:
         PackingError: a list or a value is null.
     """
 
-    def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
+    def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: RowNumbers = ALL_ROWS) -> None:
         self.large = pa.types.is_large_list(column.type)
         chunks = [_read_chunk(name, chunk) for chunk in column.chunks or [pa.array([], column.type)]]
         self._values, begins, lengths = zip(*chunks, strict=True)
         self._begin, self.length = np.concatenate(begins), np.concatenate(lengths)
         self._chunk = np.repeat(np.arange(len(chunks)), [*map(len, begins)])
-        if row_numbers is not None:
-            self._begin = self._begin[row_numbers]
-            self.length = self.length[row_numbers]
-            self._chunk = self._chunk[row_numbers]
+        self._begin, self.length, self._chunk = (each[row_numbers] for each in (self._begin, self.length, self._chunk))
         if (unreadable := np.flatnonzero(self.length == _UNREADABLE)).size:
             raise PackingError(
                 f"column {name!r}: expected a list with a number for every token in every row, but row {unreadable[0]} "
@@ -103,14 +104,14 @@ TokenColumns = dict[str, TokenColumn]
 """Token columns by name, input_ids first. A row has the same number of values in all columns."""
 
 
-def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> TokenColumns:
+def find_token_columns(table: pa.Table, row_numbers: RowNumbers = ALL_ROWS) -> TokenColumns:
     """Return the columns to pack from a table of documents: input_ids, and all columns with one number for each token.
 
     attention_mask is checked and dropped, since transformers does not detect packed documents if a mask is passed.
 
     Args:
         table: a table that `with_typed_empty_lists` returned, with one document per row.
-        row_numbers: integers [documents]: indices of the table's rows in the wanted order; None for all rows.
+        row_numbers: integers [documents]: indices of the table's rows in the wanted order; a slice for all rows.
 
     Raises:
         PackingError: the table has no input_ids or is packed already; attention_mask has other values than 1; a row has
@@ -181,7 +182,7 @@ _FEW_VALUES = 16
 def rows_of_each_value(dataset: Any) -> list[int]:
     """Return a row for each value of the columns with few values, such as classes, those of rare values first. Of
     columns with lists, only labels count."""
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+    if not shows_table(dataset):
         return []
     table: pa.Table = dataset.with_format("arrow")[:]
     found: list[tuple[int, int]] = []
@@ -235,10 +236,15 @@ def check_no_transform(dataset: Any) -> None:
         )
 
 
-def row_numbers(dataset: Any) -> IntArray | None:
-    """Return each row's index in the Arrow table of a Dataset; None if the Dataset has all rows in table order."""
+def shows_table(dataset: Any) -> bool:
+    """Return whether a dataset is a Dataset without a transform, so that its rows are as they are in its table."""
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+
+
+def row_numbers(dataset: Any) -> RowNumbers:
+    """Return each row's index in the Arrow table of a Dataset; all rows if the Dataset has them in table order."""
     indices = dataset._indices
-    return None if indices is None else indices.column(0).to_numpy()
+    return ALL_ROWS if indices is None else indices.column(0).to_numpy()
 
 
 def is_list(kind: pa.DataType) -> bool:

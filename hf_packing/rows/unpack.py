@@ -27,7 +27,7 @@ from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packed_rows import list_array
-from hf_packing.rows.token_columns import TokenColumn, is_token_type, row_numbers
+from hf_packing.rows.token_columns import TokenColumn, is_token_type
 from hf_packing.trees.rows import segment_columns
 from hf_packing.trees.segments import TreePaths
 
@@ -56,7 +56,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         [[1, 2, 3], [4, 5], [6]]
     """
     check_type("packed", packed, datasets.Dataset, "a Dataset that pack() returned")
-    if row_numbers(packed) is not None:
+    if packed._indices is not None:
         raise PackingError(
             "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"
         )

@@ -45,16 +45,16 @@ from hf_packing.rows.token_columns import (
     is_list,
     is_token_type,
     read_rows,
+    shows_table,
     token_columns_of,
     visible_columns,
 )
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, shows_table, sizes_of_planned
+from hf_packing.sampling.sizes import RowSizes, sizes_of_planned
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
-from hf_packing.trees.forest import cut_large_trees
 
 _PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
 
@@ -90,7 +90,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
     ) -> None:
         self._in_table = False
         self._lazy = lazy_rows(dataset)
-        self.unread, self.apply_masks, self.sampler = unread, apply_masks, sampler
+        self.apply_masks, self.sampler = apply_masks, sampler
         self._per_token = (*_PER_TOKEN, *more)
         names = [name for name in (*self._per_token, *SEGMENT_COLUMNS, *_OF_SEGMENTS) if name not in unread]
         if self._lazy is not None:
@@ -264,8 +264,7 @@ class TreesOfDocuments(DocumentRows):
         columns = {name: column for name, column in token_columns_of(dataset).items() if name in names}
         lengths = check_lengths(columns[INPUT_IDS].length)
         pieces = cut_to_pieces(lengths, max_length or max_tokens, overflow)
-        forest, _ = find_trees(columns, pieces, fewest_shared)
-        forest = cut_large_trees(forest, max_tokens)
+        forest, _ = find_trees(columns, pieces, fewest_shared, max_tokens)
         segments = pieces.take(forest.order)
         plan = PackingPlan(
             document_length=lengths,
@@ -341,7 +340,7 @@ def kept_labels(
         whole = Pieces(row, offsets_of(lengths)[:-1] - offsets_of(sizes.tokens)[row], lengths)
     found = count_labels(columns, whole, keep_first)
     if rows.pieces is not None:
-        left = rows.pieces.take(rows.kept)
+        left = rows.pieces
     elif rows.lost_tokens:
         left = whole.take(np.flatnonzero(np.isin(whole.document, rows.kept)))
     else:

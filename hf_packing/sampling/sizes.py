@@ -44,7 +44,7 @@ from hf_packing.rows.token_columns import (
     is_token_type,
     read_rows,
     row_numbers,
-    visible_columns,
+    shows_table,
 )
 from hf_packing.trees.segments import attention_costs
 
@@ -195,11 +195,6 @@ def sizes_of(dataset: Any) -> RowSizes:
     return _sizes_by_reading(dataset)
 
 
-def shows_table(dataset: Any) -> bool:
-    """Return whether a dataset is a Dataset without a transform, so that its rows are as they are in its table."""
-    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
-
-
 def check_map_style(name: str, dataset: Any) -> None:
     """Raise PackingError, which begins with a name, unless a dataset has a length and numbered rows."""
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -218,7 +213,8 @@ def check_map_style(name: str, dataset: Any) -> None:
 
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     """Return the sizes of the rows in a table, of which only the lists that hold sizes are read."""
-    names, table, numbers = visible_columns(dataset), documents_in(dataset), row_numbers(dataset)
+    table, numbers = documents_in(dataset), row_numbers(dataset)
+    names = table.column_names
     tokens_in, of_segments = _columns_of_sizes(names)
     for name in (tokens_in, *of_segments):
         kind = table.schema.field(name).type
@@ -231,8 +227,7 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     }
     bucket = None
     if of_segments and BUCKET in names:
-        bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
-        bucket = bucket if numbers is None else bucket[numbers]
+        bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())[numbers]
     lists = {name: columns[name].read(np.arange(len(dataset))) for name in of_segments}
     sample = _sample_of_rows(read_rows(columns, rows_to_sample(len(dataset))))
     return replace(_sizes(lists, columns[tokens_in].length, bucket), sample=sample)

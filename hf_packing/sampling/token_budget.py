@@ -183,8 +183,9 @@ class TokenBudget(Batching):
         if ranks > 1:
             several = f"with max_ranks_per_document={ranks}"
             expect(1, several, align_tokens=self.align_tokens)
-            expect(None, several, max_documents=self.max_documents, max_patches=self.max_patches)
-            expect(None, several, length_schedule=schedule)
+            expect(
+                None, several, max_documents=self.max_documents, max_patches=self.max_patches, length_schedule=schedule
+            )
             expect(False, several, share_prefixes=self.share_prefixes)
 
     @property

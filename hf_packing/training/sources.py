@@ -36,12 +36,12 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.permutation import shuffles_of_numpy
 from hf_packing.planning.rank_layout import RankLayout, lay_out
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.rows.token_columns import is_number, is_token_type, visible_columns
+from hf_packing.rows.token_columns import is_number, is_token_type, shows_table, visible_columns
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import check_map_style, rows_to_sample, shows_table, sizes_of
+from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import masks_tokens, sft_trainer_of
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device

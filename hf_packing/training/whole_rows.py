@@ -21,11 +21,11 @@ from torch import Tensor
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.rows.token_columns import rows_of_each_value, visible_columns
+from hf_packing.rows.token_columns import rows_of_each_value, shows_table, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, rows_to_sample, shows_table, sizes_of
+from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.loader import batches_loader, on_device
 from hf_packing.training.loss_unit import UNITS, CheckedRows

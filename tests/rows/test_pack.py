@@ -14,7 +14,7 @@ import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
 import hf_packing.rows.token_columns
 from hf_packing.planning.lengths import Pieces
-from hf_packing.rows.token_columns import TokenColumn
+from hf_packing.rows.token_columns import ALL_ROWS, TokenColumn
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
 
@@ -161,7 +161,7 @@ def chunked(draw):
 def test_gather_is_slicing(case, data):
     rows, column = case
     row_numbers = data.draw(st.one_of(st.none(), st.permutations(range(len(rows)))))
-    read = TokenColumn("input_ids", column, None if row_numbers is None else np.array(row_numbers))
+    read = TokenColumn("input_ids", column, ALL_ROWS if row_numbers is None else np.array(row_numbers))
     rows = rows if row_numbers is None else [rows[i] for i in row_numbers]
     assert read.length.tolist() == [len(row) for row in rows]
     wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10))
