@@ -43,7 +43,7 @@ from hf_packing.fleet.manifest import (
     sha256_of,
     url_of,
 )
-from hf_packing.rows.changes import labels_left
+from hf_packing.rows.changes import labels_left, warn_of_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     columns_left_out,
@@ -176,8 +176,7 @@ def pack_files(
     if len(known) == len(todo):
         folder.finish(run, known)
     packed = PackedCorpus(folder, repr(strategy), done)
-    for change in packed.changes():
-        warnings.warn(f"pack {change}", stacklevel=2)
+    warn_of_changes(packed.changes(), "pack", stacklevel=2)
     return packed
 
 

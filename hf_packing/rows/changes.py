@@ -1,5 +1,6 @@
 """What packing did to documents: what it dropped, cut, skipped or left out, as counts and as texts for warnings."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -122,6 +123,12 @@ def changes_of(
         "splits": dict(splits),
         "strategy": strategy,
     }
+
+
+def warn_of_changes(changes: Sequence[str], who: str, stacklevel: int) -> None:
+    """Warn of changes, as `describe_changes` returns them, in the name of a function."""
+    for change in changes:
+        warnings.warn(f"{who} {change}", stacklevel=stacklevel + 1)
 
 
 def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[str] = ()) -> list[str]:

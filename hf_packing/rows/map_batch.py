@@ -1,6 +1,5 @@
 """Pack one batch of rows, as `datasets.map` or a user's own function passes it."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from datasets.formatting.formatting import LazyBatch, LazyRow
 from hf_packing.checks import check_type
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.rows.changes import changes_of, describe_changes
+from hf_packing.rows.changes import changes_of, describe_changes, warn_of_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import VALUES_OF_TOKENS, find_token_columns, with_typed_empty_lists
 from hf_packing.strategies.base import Strategy
@@ -40,8 +39,7 @@ def pack_batch(batch: Any, strategy: Strategy, keep_first_labels: bool) -> Any:
     plan, splits = packing.plan(columns)
     packed = packing.rows(columns, plan, np.arange(plan.num_packs)).table
     facts = changes_of(columns, plan, splits, "overflow", keep_first_labels)
-    for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch"):
-        warnings.warn(f"packing {change}", stacklevel=2)
+    warn_of_changes(describe_changes(facts | {"empty_documents": 0}, of=" of a batch"), "packing", stacklevel=2)
     return packed if isinstance(batch, LazyBatch) or not isinstance(batch, Mapping) else packed.to_pydict()
 
 

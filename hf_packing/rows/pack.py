@@ -1,6 +1,5 @@
 """`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
 
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +20,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for, writing_cache
-from hf_packing.rows.changes import changes_of, count_labels, describe_changes
+from hf_packing.rows.changes import changes_of, count_labels, describe_changes, warn_of_changes
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.packing_trace import info_of_packed
@@ -272,8 +271,7 @@ def _write_rows(
 
 def _warn(origin: Origin, documents: pa.Table, stacklevel: int) -> None:
     """Warn of what packing did to documents."""
-    for change in describe_changes(origin.facts, left_out=columns_left_out(documents.schema)):
-        warnings.warn(f"pack {change}", stacklevel=stacklevel)
+    warn_of_changes(describe_changes(origin.facts, left_out=columns_left_out(documents.schema)), "pack", stacklevel)
 
 
 def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packing) -> datasets.DatasetInfo:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.rows.changes import describe_changes
+from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
@@ -138,8 +138,7 @@ class PackedExamples(StatefulExamples):
         counts = sum((Counter(window["counts"]) for _, window, _ in positions.values()), Counter())
         splits = {"other columns": counts["splits"]} if counts["splits"] else {}
         facts = {**counts, "splits": splits, "strategy": repr(self.packing.strategy)}
-        for change in describe_changes(facts, of=" of a stream"):
-            warnings.warn(f"pack {change}", stacklevel=2)
+        warn_of_changes(describe_changes(facts, of=" of a stream"), "pack", stacklevel=2)
 
     def _rows(self, stream: int, share: Share | None, window: Window | None, rows_out: int) -> PlacedRows:
         """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
@@ -151,11 +150,9 @@ class PackedExamples(StatefulExamples):
         return packing.rows(examples, share, window, rows_out)
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
-        """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
-        if not positions:  # the state is of an epoch that has not begun, which any stream may read
-            return {STATE: None}
-        at = {stream: positions.get(stream, START) for stream in range(self.streams)}
-        return {STATE: (*self.made_from(), at)}
+        """Return a state with the positions of the logical streams that have begun, for `positions_in`."""
+        # the state of an epoch that has not begun may be read by any stream
+        return {STATE: (*self.made_from(), dict(positions)) if positions else None}
 
     def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
         """Return the positions of the logical streams in a state, of those that have begun.
@@ -217,8 +214,7 @@ def pack_stream(
     source = open_source("dataset", stream)
     packing.check_names(source.names)
     masks = [name for name in LOSS_MASKS if name in source.schema.names]
-    for change in describe_changes({"loss_masks": masks}, left_out=source.left_out):
-        warnings.warn(f"pack {change}", stacklevel=3)
+    warn_of_changes(describe_changes({"loss_masks": masks}, left_out=source.left_out), "pack", stacklevel=3)
     if streams is not None:
         check_shares(source.examples, streams)
     packed = PackedExamples(source.examples, StreamPacking(packing, window_packs, source.schema), streams or 0)

@@ -9,7 +9,6 @@ ends when its sources end. The state of a mixture has the place in every source.
 """
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from hf_packing.checks import check_choice, check_real, check_seed, check_type
 from hf_packing.columns import SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-from hf_packing.rows.changes import describe_changes
+from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import (
@@ -97,8 +96,7 @@ def mix(
                 f"{next(iter(opened))!r}, got {', '.join(source.schema.names)}"
             )
     left_out = list(dict.fromkeys(each for source in opened.values() for each in source.left_out))
-    for change in describe_changes({}, left_out=left_out):
-        warnings.warn(f"mix {change}", stacklevel=2)
+    warn_of_changes(describe_changes({}, left_out=left_out), "mix", stacklevel=2)
     examples = [source.examples for source in opened.values()]
     mixed = MixedExamples(examples, shares, first.schema, stopping_strategy, check_seed(seed))
     return datasets.IterableDataset(mixed, info=datasets.DatasetInfo(features=mixed.features))
