@@ -88,7 +88,7 @@ THIRD_PARTY = {
     "sampling": {"numpy", "pyarrow", "datasets", "torch"},
     "attention": {"numpy", "torch", "transformers", "accelerate", "flash_attn", "flash_attn_interface", "tqdm"},
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
-    "report": {"numpy", "jinja2", "matplotlib"},
+    "report": {"numpy", "datasets", "jinja2", "matplotlib"},
     "cli": {"pyarrow", "tqdm", "datasets", "torch", "transformers"},
 }
 

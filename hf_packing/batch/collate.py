@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hf_packing.batch.loader import refuse_dispatched_batches
 from hf_packing.batch.segments import (
+    Batch,
     LongestSegment,
     borders_of,
     check_length,
@@ -42,7 +42,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import Array, IntArray, indices_in_ranges, offsets_of
 from hf_packing.rows.packing_trace import LOST_FIRST_LABELS
 
 Row = Mapping[str, Any]
@@ -221,7 +221,7 @@ def refuse_missing_first_labels(input_ids: IntArray, labels: IntArray, begin: In
         raise PackingError(LOST_FIRST_LABELS.format(found))
 
 
-def is_tree_batch(batch: Mapping[str, Any]) -> bool:
+def is_tree_batch(batch: Batch) -> bool:
     """Return whether a batch of a `PackingCollator` is made of rows of trees."""
     return PARENTS in batch
 
@@ -252,7 +252,7 @@ def _read_column(name: str, rows: Sequence[Row]) -> list[IntArray]:
     return [read_integers(name, row, number) for number, row in enumerate(rows)]
 
 
-def _join(name: str, values: Sequence[Any], tokens: Sequence[IntArray], dtype: Any = np.int64) -> npt.NDArray[Any]:
+def _join(name: str, values: Sequence[Any], tokens: Sequence[IntArray], dtype: Any = np.int64) -> Array:
     """Return the values of all rows, of which each must have as many as tokens."""
     for number, (given, ids) in enumerate(zip(values, tokens, strict=True)):
         check_length(name, given, len(ids), number)
@@ -286,7 +286,7 @@ def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, tor
     return {name: torch.from_numpy(values[None]) for name, values in found.items()}
 
 
-def numbers_in(values: Any) -> npt.NDArray[Any] | None:
+def numbers_in(values: Any) -> Array | None:
     """Return a list of numbers or booleans as a NumPy array; None for anything else."""
     try:
         found = np.asarray(values)
@@ -341,7 +341,7 @@ class WorkerBatch(dict[str, Any]):
         return _restored, ({**self, **small}, {name: values.dtype for name, values in integers.items()})
 
 
-def _smallest_dtype(values: npt.NDArray[Any]) -> Any:
+def _smallest_dtype(values: Array) -> Any:
     """Return the smallest dtype that holds all values."""
     least, largest = values.min(initial=0), values.max(initial=0)
     dtypes = (np.uint8, np.int16, np.uint16, np.int32, np.int64)

@@ -36,6 +36,9 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.rank_layout import RowPart
 
+Batch = Mapping[str, Any]
+"""A batch, or the keyword arguments of a model's forward."""
+
 
 class LongestSegment(DynamicInt):
     """The length of the longest segment of a batch, as an int that also knows the length of each segment.
@@ -136,7 +139,7 @@ def check_mask(mask: Any, tokens: int, row: int) -> None:
         )
 
 
-def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
+def read_borders(rows: int, inputs: Batch) -> Tensor | None:
     """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, seq_idx, seq_lengths and position_ids.
 
     Args:
@@ -202,7 +205,7 @@ def lengths_between(borders: Sequence[int]) -> list[int]:
     return lengths
 
 
-def fillers_in(inputs: Mapping[str, Any], borders: Sequence[int]) -> int:
+def fillers_in(inputs: Batch, borders: Sequence[int]) -> int:
     """Return the number of segments that only fill up a batch, as PackingCollator marks them.
 
     Args:
@@ -254,7 +257,7 @@ def number_segments(positions: Tensor, is_own: Tensor) -> Tensor:
     return torch.where(is_own, own, copied).to(torch.int32)
 
 
-def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
+def with_segments_cut(batch: Batch, longest: int | None) -> dict[str, Any]:
     """Return a copy of a batch in which no segment is longer than a limit.
 
     Only the columns that give the borders differ. The last token of a piece still predicts the first token of the next
@@ -284,7 +287,7 @@ def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str
     }
 
 
-def part_of(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
+def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:
     """Return the part of a batch that one rank of a block runs, whose segments are the rank's pieces of documents.
 
     Args:
@@ -305,7 +308,7 @@ def part_of(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
     return {**own, **borders_of(LongestSegment(max(lengths), lengths, part=part, first_labels=kept))}
 
 
-def part_in(batch: Mapping[str, Any]) -> RowPart | None:
+def part_in(batch: Batch) -> RowPart | None:
     """Return which part of a row a batch is, if several ranks run the row together; else None."""
     part: RowPart | None = getattr(batch.get(MAX_LENGTHS[0]), "part", None)
     return part
@@ -317,7 +320,7 @@ def check_shapes(tokens: Any, max_segments: Any) -> tuple[int, int]:
 
 
 def fill_up(
-    batch: Mapping[str, Any],
+    batch: Batch,
     align_tokens: int = 1,
     tokens: int | None = None,
     max_segments: int | None = None,
@@ -358,7 +361,7 @@ def fill_up(
     return {**filled, **borders_of(known, empty=(max_segments or needed) - needed)}
 
 
-def with_fillers(batch: Mapping[str, Any], fillers: Sequence[int]) -> dict[str, Any]:
+def with_fillers(batch: Batch, fillers: Sequence[int]) -> dict[str, Any]:
     """Return a batch with segments of so many tokens at the end, which are no documents.
 
     Filled tokens repeat the first token of the batch, since a pad token changes the result of some models. They have

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hf_packing.columns import (
@@ -31,7 +30,7 @@ from hf_packing.columns import (
     refuse_columns,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, count_ranges, join_rows, offsets_of, sums_of
+from hf_packing.planning.lengths import Array, BoolArray, IntArray, count_ranges, join_rows, offsets_of, sums_of
 from hf_packing.trees.segments import TreeSegments, check_segments
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
@@ -40,7 +39,7 @@ _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUM
 MARKS_OF_TREES = frozenset((TREE_INPUT_IDS, TREE_LABELS, SEGMENT_LENGTHS))
 """Columns that only rows of trees have. Documents may have columns `ends`, `parents` or `trained` of their own."""
 
-Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
+Columns = Mapping[str, Sequence[Array]]
 """The values of each row, by name of the column."""
 
 
@@ -143,9 +142,7 @@ def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, In
     return trees, ends + np.repeat(first_segment[:-1], documents), documents
 
 
-def _refuse(
-    name: str, wrong: npt.NDArray[np.bool_], expected: str, values: IntArray, per_row: IntArray | None = None
-) -> None:
+def _refuse(name: str, wrong: BoolArray, expected: str, values: IntArray, per_row: IntArray | None = None) -> None:
     """Raise PackingError if a value is wrong; `per_row` has the number of values in each row, None for one."""
     if wrong.any():
         place = int(wrong.argmax())

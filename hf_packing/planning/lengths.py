@@ -10,7 +10,11 @@ import numpy.typing as npt
 from hf_packing.checks import INT32_MAX, check_whole_numbers
 from hf_packing.errors import PackingError
 
+Array = npt.NDArray[Any]
+"""An array of any numbers."""
 IntArray = npt.NDArray[Any]
+Int32Array = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 _MAX_TOKENS = 2**63

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import FloatArray, IntArray
 from hf_packing.planning.metrics import PackingMetrics
-from hf_packing.report.work import FloatArray, Setup, Work
+from hf_packing.report.work import Setup, Work
 from hf_packing.strategies.compare import ComparedStrategy
 from hf_packing.trees.find import SharedPrefixes
 

@@ -6,15 +6,13 @@ The unit of work is one pair of tokens that attention compares. The work of line
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray, sums_of
+from hf_packing.planning.lengths import FloatArray, IntArray, sums_of
 from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.sampling.batching import mean_over_max
 from hf_packing.sampling.fill import group_by_cost
 
-FloatArray = npt.NDArray[np.float64]
 _POINTS = 200
 """Number of points on the curve of how full packs are."""
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 from datasets.fingerprint import Hasher, get_temporary_cache_files_directory
 from numpy.lib.format import open_memmap
 
 import hf_packing
 from hf_packing.errors import PackingError
 from hf_packing.files import writing_to
+from hf_packing.planning.lengths import Int32Array
 from hf_packing.planning.plan import PackingPlan
 
 ROWS = "rows.arrow"
@@ -42,7 +42,7 @@ class Origin:
     plan: PackingPlan
     facts: dict[str, Any]
     """What packing did; see `hf_packing.rows.changes`."""
-    first_labels: npt.NDArray[np.int32] | None = None
+    first_labels: Int32Array | None = None
     """int32 [segments]: the original label of each segment's first token, now -100; None without labels and masks."""
 
     def save(self, folder: Path) -> None:

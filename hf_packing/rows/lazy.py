@@ -9,13 +9,12 @@ from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from datasets.formatting import get_formatter
 
 from hf_packing.columns import INPUT_IDS, rows_of
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import Array, IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows
 from hf_packing.rows.packing import Packing
@@ -64,7 +63,7 @@ class DocumentRows:
         """Build the rows of some packs."""
         return self.packing.rows(self.columns, self.plan, packs)
 
-    def read(self, packs: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
+    def read(self, packs: IntArray) -> list[dict[str, Array]]:
         """Return the rows of some packs, as dicts of NumPy arrays."""
         table, every = self.build(packs).table, np.arange(len(packs))
         return rows_of(

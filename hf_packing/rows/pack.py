@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
@@ -18,6 +17,7 @@ from hf_packing.checks import check_optional_number, check_type, check_whole_num
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
+from hf_packing.planning.lengths import Int32Array
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for, writing_cache
 from hf_packing.rows.changes import changes_of, count_labels, describe_changes, warn_of_changes
@@ -240,7 +240,7 @@ def _write(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool = F
 
 def _write_rows(
     packing: Packing, columns: TokenColumns, plan: PackingPlan, schema: pa.Schema, path: Path
-) -> tuple[int, npt.NDArray[np.int32] | None]:
+) -> tuple[int, Int32Array | None]:
     """Build the rows of a plan block by block, and write them. A thread writes a block while the next one is built.
 
     Returns:

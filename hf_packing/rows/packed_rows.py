@@ -1,9 +1,8 @@
 """Build packed rows from the token columns of documents according to a plan."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import (
@@ -16,7 +15,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_groups, offsets_of, sums_of
+from hf_packing.planning.lengths import Array, Int32Array, IntArray, Pieces, indices_in_groups, offsets_of, sums_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.token_columns import TokenColumns
 
@@ -29,7 +28,7 @@ class Rows(NamedTuple):
 
     table: pa.Table
     """One row for each pack."""
-    first_labels: npt.NDArray[np.int32] | None
+    first_labels: Int32Array | None
     """int32 [segments]: the original label of each segment's first token; None without labels and loss masks."""
     trained_tokens: int
     """The number of tokens that are trained on; in a row of trees, once for each document that trains on a token."""
@@ -72,9 +71,7 @@ def pack_rows(
     return Rows(pa.table(arrays), first_labels, int(np.count_nonzero(labels != IGNORED_LABEL)))
 
 
-def read_labels(
-    columns: TokenColumns, pieces: Pieces, input_ids: npt.NDArray[np.int32] | None = None
-) -> npt.NDArray[np.int32] | None:
+def read_labels(columns: TokenColumns, pieces: Pieces, input_ids: Int32Array | None = None) -> Int32Array | None:
     """Return the labels of pieces with loss masks applied, int32 [tokens]; None without labels and loss masks.
 
     The label of a piece's first token is included, although no earlier token can predict it.
@@ -94,7 +91,7 @@ def read_labels(
     return apply_loss_masks(labels, masks) if masks else labels
 
 
-def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def as_int32(name: str, values: Array) -> Int32Array:
     """Return the values of a column as int32. Raise PackingError if they are not integers, or do not fit."""
     if values.dtype == np.int32:
         return values
@@ -107,7 +104,7 @@ def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return values.astype(np.int32)
 
 
-def positions_of(length: IntArray) -> npt.NDArray[np.int32]:
+def positions_of(length: IntArray) -> Int32Array:
     """Return the position of every token in the token's segment, int32 [tokens], given the segment lengths.
 
     Every segment gets the beginning of one range from 0. Joining these slices is faster than subtracting the start of
@@ -117,7 +114,7 @@ def positions_of(length: IntArray) -> npt.NDArray[np.int32]:
     return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
 
 
-def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:
+def list_array(values: Array, lengths: IntArray, large: bool = False) -> pa.Array:
     """Return an Arrow list array with one list per row: a LargeListArray if needed or requested, else a ListArray.
 
     Args:

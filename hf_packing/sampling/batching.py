@@ -24,7 +24,7 @@ from hf_packing.checks import (
     set_fields,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import BoolArray, IntArray, Overflow, Pieces, cut_to_pieces, sums_of
+from hf_packing.planning.lengths import Array, BoolArray, IntArray, Overflow, Pieces, cut_to_pieces, sums_of
 from hf_packing.planning.permutation import derive_seed
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
@@ -125,7 +125,7 @@ class EpochPlan:
         return mean_over_max(self.per_micro_batch(of_row, ~self.is_copy), self.per_micro_batch(of_row))
 
 
-def mean_over_max(own: npt.NDArray[Any], work: npt.NDArray[Any]) -> float:
+def mean_over_max(own: Array, work: Array) -> float:
     """Return the mean of `own` over ranks / the maximum of `work` over ranks, averaged over micro-batches.
 
     Args:

@@ -19,13 +19,10 @@ from itertools import chain, islice
 from operator import ge, sub
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
-from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.planning.lengths import FloatArray, IntArray, offsets_of
 from hf_packing.planning.permutation import random_order
-
-FloatArray = npt.NDArray[np.float64]
 
 MicroBatches = list[list[int]]
 """The rows of each micro-batch."""

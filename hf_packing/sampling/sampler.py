@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.planning.lengths import offsets_of
+from hf_packing.planning.lengths import Array, offsets_of
 from hf_packing.planning.permutation import shuffles_of_numpy
 from hf_packing.planning.rank_layout import LayoutCounts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
@@ -245,7 +244,7 @@ class RankBatchSampler:
         is_own = np.repeat(~plan.is_copy[plan.offsets[:-1]], plan.ranks_per_block)  # a copy is alone in a micro-batch
         received = sum(plan_exchange(layout).num_received for layout in layouts)
 
-        def utilization(of_rank: npt.NDArray[Any]) -> float:
+        def utilization(of_rank: Array) -> float:
             by_turn = (-1, plan.world_size)
             return mean_over_max((of_rank * is_own).reshape(by_turn), of_rank.reshape(by_turn))
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.checks import (
     INT32_MAX,
@@ -17,7 +16,7 @@ from hf_packing.checks import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.planning.lengths import IntArray, Overflow
+from hf_packing.planning.lengths import Array, FloatArray, IntArray, Overflow
 from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.batching import (
     CUT_WHEN_PACKED,
@@ -327,7 +326,7 @@ class TokenBudget(Batching):
         }
         return {unit: (has, most) for unit, (has, most) in limited.items() if most is not None and has is not None}
 
-    def cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    def cost(self, tokens: IntArray, squared_lengths: Array) -> FloatArray:
         """Return the cost of each row or micro-batch, float64 [n].
 
         Args:
@@ -336,7 +335,7 @@ class TokenBudget(Batching):
         """
         if self.balance == "tokens":
             return tokens.astype(np.float64)
-        cost: npt.NDArray[np.float64] = self.usual_linear_cost * tokens + squared_lengths
+        cost: FloatArray = self.usual_linear_cost * tokens + squared_lengths
         return cost
 
     @property

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Self
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import Array
 from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
     position: Position
     """How far the logical stream has come with this turn."""
 
-    def values(self, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
+    def values(self, names: Iterable[str]) -> dict[str, Array]:
         """Return the row's values in some columns, integers [tokens] or [segments]."""
         assert self.row is not None
         return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}

@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.checks import check_choice, check_real, check_seed, check_type
 from hf_packing.columns import SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import Array, IntArray
 from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.streams import upstream
@@ -273,7 +272,7 @@ class MixedExamples(StatefulExamples):
             source.tokens += int(lengths_of(parts[-1]).sum())
         table = pa.concat_tables(parts).take(np.argsort(np.argsort(chosen, kind="stable")))
         lengths = lengths_of(table)
-        made: dict[str, npt.NDArray[Any]] = {SOURCE: chosen}
+        made: dict[str, Array] = {SOURCE: chosen}
         if self._stopping_strategy == "all_exhausted":
             made[SOURCE_EPOCH] = np.array([source.passes for source in sources], np.int32)[chosen]
         for name, values in made.items():

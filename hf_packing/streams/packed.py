@@ -15,12 +15,11 @@ from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_lengths, sums_of
+from hf_packing.planning.lengths import Array, BoolArray, IntArray, check_lengths, sums_of
 from hf_packing.planning.permutation import derive_seed
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.windows import (
@@ -203,8 +202,8 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
 
 
 def _waiting_documents(
-    columns: TokenColumns, plan: PackingPlan, packs: npt.NDArray[np.bool_], schema: pa.Schema
-) -> tuple[pa.Table, npt.NDArray[Any]]:
+    columns: TokenColumns, plan: PackingPlan, packs: BoolArray, schema: pa.Schema
+) -> tuple[pa.Table, Array]:
     """Return the segments of the packs that wait for the next window, as documents, in the order of the stream.
 
     Args:

@@ -21,7 +21,7 @@ from fsspec.core import url_to_fs
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, check_columns, refuse_columns
 from hf_packing.errors import PackingError
 from hf_packing.files import size_and_version
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import BoolArray, IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
@@ -310,7 +310,7 @@ def lengths_of(documents: pa.Table) -> IntArray:
     return TokenColumn(INPUT_IDS, documents.column(INPUT_IDS)).length
 
 
-def _documents(table: pa.Table, wanted: npt.NDArray[np.bool_], schema: pa.Schema) -> pa.Table:
+def _documents(table: pa.Table, wanted: BoolArray, schema: pa.Schema) -> pa.Table:
     """Return the wanted rows of a table, with the columns and types of a schema. An attention_mask is only checked."""
     names = table.column_names
     check_columns(schema.names, names, "in all documents of the stream")

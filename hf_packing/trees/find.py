@@ -13,7 +13,7 @@ only where they are neither -100 nor the token itself.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.planning.lengths import (
+    Array,
+    Int32Array,
     IntArray,
     Pieces,
     check_lengths,
@@ -235,7 +237,7 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
     return [joined[begin:end] for begin, end in pairwise(borders)], tuple(names)
 
 
-def _as_integers(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def _as_integers(values: Array) -> Int32Array:
     """Return the bits of numbers as int32 [values, integers]; numbers of at most 32 bits have one integer."""
     if values.dtype.itemsize < 4:
         values = values.astype(np.float32)

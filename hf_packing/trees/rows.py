@@ -5,10 +5,7 @@ one. Only the rest, its own tokens, is added to the row. So the tokens of a docu
 for each of these documents.
 """
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import (
@@ -24,6 +21,9 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.planning.lengths import (
+    Array,
+    BoolArray,
+    Int32Array,
     IntArray,
     Pieces,
     check_lengths,
@@ -131,7 +131,7 @@ def segment_columns(paths: TreePaths, row_documents: IntArray) -> dict[str, pa.A
     }
 
 
-def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> Pieces:
+def _runs_of(trains: BoolArray, begin: IntArray) -> Pieces:
     """Return the runs of tokens that documents train on.
 
     Args:
@@ -145,9 +145,7 @@ def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> Pieces:
     return Pieces(document, start - begin[document], end - start)
 
 
-def _merge_labels(
-    paths: TreePaths, runs: Pieces, labels: npt.NDArray[np.int32] | None, input_ids: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int32]:
+def _merge_labels(paths: TreePaths, runs: Pieces, labels: Int32Array | None, input_ids: Int32Array) -> Int32Array:
     """Return the label of each token of the rows: that of any document that trains on it, otherwise -100.
 
     Args:
@@ -156,7 +154,7 @@ def _merge_labels(
         labels: int32 [tokens of all documents]; None if documents train on all tokens but their first one.
         input_ids: int32 [tokens of all rows].
     """
-    merged: npt.NDArray[Any] = input_ids.copy()
+    merged: Array = input_ids.copy()
     if labels is not None:
         # a label other than the token is compared with the tokens, so it is that of the document that adds the token
         of_adding = labels[indices_in_ranges(offsets_of(paths.length)[:-1] + paths.shared, paths.own)]

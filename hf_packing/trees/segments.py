@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import Int32Array, IntArray, indices_in_groups, indices_in_ranges, offsets_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -81,7 +81,7 @@ class TreeSegments:
         return np.array(depths, dtype=np.int64)
 
     @cached_property
-    def position_ids(self) -> npt.NDArray[np.int32]:
+    def position_ids(self) -> Int32Array:
         """int32 [tokens]: the position of each token in its documents, which is its depth in the tree."""
         return indices_in_ranges(self.depths, np.diff(self.begins)).astype(np.int32)
 
