@@ -22,6 +22,9 @@ _TAGS = ("ETag", "etag", "xet_hash", "blob_id", "version_id", "sha256", "md5Hash
 _TIMES = ("LastModified", "updated", "mtime")
 """Names, in fsspec's `info`, of the time when a file was changed."""
 
+UNFINISHED = ".packing-"
+"""How the name of a folder begins that is not complete."""
+
 
 def file_system(name: str, **options: Any) -> tuple[Any, str]:
     """Return the file system of a path or URL, and the path within it. A name in a folder that exists is a path.
@@ -54,15 +57,14 @@ def size_and_version(system: Any, path: str, times: bool) -> tuple[int | None, s
 
 
 @contextmanager
-def new_folder(folder: Path, prefix: str) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Context manager: make a folder to write to. At the end of the block, it gets its final path.
 
     Args:
-        folder: the final path. A folder there is replaced.
-        prefix: how the name of the unfinished folder begins, beside the final path. If the process is killed, the
-            unfinished folder stays.
+        folder: the final path. A folder there is replaced. If the process is killed, the unfinished folder stays
+            beside it.
     """
-    fresh = folder.parent / f"{prefix}{uuid4().hex}"
+    fresh = folder.parent / f"{UNFINISHED}{uuid4().hex}"
     fresh.mkdir()
     try:
         yield fresh

@@ -10,7 +10,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import new_folder, writing_to
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import PLAN, UNFINISHED, remove_unfinished
+from hf_packing.rows.cache import PLAN, remove_unfinished
 from hf_packing.rows.changes import describe_counts
 from hf_packing.rows.pack import pack_to_disk
 from hf_packing.rows.packing import Packing
@@ -49,7 +49,7 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder.parent, _ONE_DAY)
         with (
-            new_folder(folder, UNFINISHED) as fresh,
+            new_folder(folder) as fresh,
             TemporaryDirectory(dir=fresh, ignore_cleanup_errors=True) as tokens,
         ):
             documents, skipped = read_documents(data, given, tokens)

@@ -236,7 +236,7 @@ class PackingPlan:
         _check_replaceable(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         facts = {"format": _FORMAT, **{name: getattr(self, name) for name in _FACTS}}
-        with new_folder(folder, f".{folder.name}-") as fresh:
+        with new_folder(folder) as fresh:
             for name, array in self.arrays().items():
                 np.save(fresh / f"{name}.npy", array, allow_pickle=False)
             (fresh / _INDEX).write_text(json.dumps(facts, indent=1) + "\n")

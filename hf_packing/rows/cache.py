@@ -20,7 +20,7 @@ from numpy.lib.format import open_memmap
 
 import hf_packing
 from hf_packing.errors import PackingError
-from hf_packing.files import writing_to
+from hf_packing.files import UNFINISHED, writing_to
 from hf_packing.planning.lengths import Int32Array
 from hf_packing.planning.plan import PackingPlan
 
@@ -29,8 +29,6 @@ PLAN = "plan"
 _FACTS = "packing.json"
 _FIRST_LABELS = "first_labels.npy"
 
-UNFINISHED = ".packing-"
-"""How the name of a folder begins that is not complete."""
 UNTOUCHED_FOR = 3600.0
 """An unfinished folder is removed after this many seconds without a write."""
 

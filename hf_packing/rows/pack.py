@@ -19,7 +19,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
 from hf_packing.planning.lengths import Int32Array
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for, writing_cache
+from hf_packing.rows.cache import PLAN, ROWS, Origin, fingerprint_of, folder_for, writing_cache
 from hf_packing.rows.changes import changes_of, count_labels, describe_changes, warn_of_changes
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
@@ -205,7 +205,7 @@ def _store(
 ) -> tuple[Origin, MemoryMappedTable | None]:
     """Plan documents, write the plan to the cache, with the rows if they are not lazy, and return what was written."""
     with writing_cache(folder):
-        with new_folder(folder, UNFINISHED) as unfinished:
+        with new_folder(folder) as unfinished:
             origin, _ = _write(packing, columns, unfinished, lazy)
         # opened only here, since Windows renames no folder with an open file
         try:
