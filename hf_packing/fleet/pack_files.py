@@ -21,7 +21,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import has_magic
@@ -43,6 +42,7 @@ from hf_packing.fleet.manifest import (
     sha256_of,
     url_of,
 )
+from hf_packing.planning.lengths import total_of
 from hf_packing.rows.changes import labels_left, warn_of_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
@@ -351,7 +351,7 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
         columns=", ".join(sorted(f"{each.name} ({each.type.value_type})" for each in filled[0].schema)),
         counts={
             **{name: metrics[name] for name in metrics if name.startswith("num_")},
-            "slots": int(plan.pack_capacity.sum(dtype=np.int64)),
+            "slots": total_of(plan.pack_capacity),
             "trained_tokens": trained,
             "skipped_rows": sum(map(len, skipped)),
         },

@@ -109,6 +109,11 @@ def sums_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.in
     return total
 
 
+def total_of(values: IntArray) -> int:
+    """Return the sum of integers or booleans, in 64 bits also where NumPy would sum 32-bit integers in 32 bits."""
+    return int(values.sum(dtype=np.int64))
+
+
 def sums_of(values: IntArray, offsets: IntArray) -> IntArray:
     """Return the sum of the values offsets[i]:offsets[i + 1] for each i, int64 [len(offsets) - 1]."""
     return np.diff(offsets_of(values)[offsets])

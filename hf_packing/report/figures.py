@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_packing.planning.lengths import FloatArray, IntArray
+from hf_packing.planning.lengths import FloatArray, IntArray, total_of
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.report.work import Setup, Work
 from hf_packing.strategies.compare import ComparedStrategy
@@ -32,7 +32,7 @@ class LengthSummary:
 
 def summary_of_lengths(lengths: IntArray, empty: int) -> LengthSummary:
     """Return statistics of the lengths of documents with tokens, integers [documents], beside so many empty ones."""
-    tokens, counts = int(lengths.sum(dtype=np.int64)), np.bincount(lengths)
+    tokens, counts = total_of(lengths), np.bincount(lengths)
     median, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
     return LengthSummary(
         len(lengths), empty, tokens, float(lengths.mean()), median, p90, p99, longest=len(counts) - 1, counts=counts

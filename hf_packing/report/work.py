@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_packing.planning.lengths import FloatArray, IntArray, sums_of
+from hf_packing.planning.lengths import FloatArray, IntArray, sums_of, total_of
 from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.sampling.batching import mean_over_max
@@ -61,7 +61,7 @@ def padded_work(lengths: IntArray, max_length: int, setup: Setup) -> Work:
     batches = in_rows(kept[random_order(len(kept), 0, "padded")], setup.padded_rows)
     longest = batches.max(axis=1)
     slots = longest * np.count_nonzero(batches, axis=1)
-    return _work_of(len(kept), int(kept.sum()), slots, slots * longest, setup)
+    return _work_of(len(kept), total_of(kept), slots, slots * longest, setup)
 
 
 def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray]:
@@ -72,7 +72,7 @@ def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray
     lengths = plan.segment_length.astype(np.int64)
     tokens, attention = sums_of(lengths, plan.pack_offsets), sums_of(lengths**2, plan.pack_offsets)
     documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # a document in several pieces counts once
-    total = int(tokens.sum())
+    total = total_of(tokens)
     work = _work_of(documents, total, tokens, attention, setup)
     whole = plan.num_packs // setup.ranks * setup.ranks
     cost = setup.linear_cost * tokens + attention
@@ -95,7 +95,7 @@ def _work_of(documents: int, tokens: int, slots: IntArray, attention: IntArray, 
     time = float(steps[:full].max(axis=1).sum() + steps[full:].sum() / setup.ranks)
     compared = in_rows(attention, setup.ranks)[:full] if full else attention[np.newaxis]
     balance = mean_over_max(compared, compared) if len(slots) else 1.0
-    return Work(documents, tokens, int(slots.sum()), len(steps), time, balance)
+    return Work(documents, tokens, total_of(slots), len(steps), time, balance)
 
 
 def in_rows(values: IntArray, width: int) -> FloatArray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Pieces, offsets_of
+from hf_packing.planning.lengths import Pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import read_labels
 from hf_packing.rows.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, token_columns_of
@@ -50,7 +50,7 @@ def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> L
     Returns:
         The counts; None if nothing is dropped, or if all tokens are labels.
     """
-    is_whole = plan.segment_length.sum(dtype=np.int64) == plan.document_length.sum(dtype=np.int64)
+    is_whole = total_of(plan.segment_length) == total_of(plan.document_length)
     if is_whole or columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
         return None
     documents = Pieces.whole(plan.document_length)
@@ -67,11 +67,11 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
         keep_first: whether the first token of a piece has a label, as for masked language models.
     """
     if columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
-        return int(pieces.length.sum(dtype=np.int64)) - (0 if keep_first else int(np.count_nonzero(pieces.length)))
+        return total_of(pieces.length) - (0 if keep_first else int(np.count_nonzero(pieces.length)))
     found = 0
     for first, end in blocks_of_rows(pieces.length, TOKENS_AT_ONCE):
         block = pieces.take(np.arange(first, end))
-        tokens = int(block.length.sum(dtype=np.int64))
+        tokens = total_of(block.length)
         labels = read_labels(columns, block, np.zeros(tokens, dtype=np.int32))
         assert labels is not None
         if not keep_first:
@@ -116,9 +116,9 @@ def changes_of(
     return {
         "labels_made": LABELS not in columns and not masks,
         "loss_masks": masks,
-        "packed_tokens": int(plan.segment_length.sum(dtype=np.int64)),
-        "tokens": int(plan.document_length.sum(dtype=np.int64)),
-        "empty_documents": int((plan.document_length == 0).sum()),
+        "packed_tokens": total_of(plan.segment_length),
+        "tokens": total_of(plan.document_length),
+        "empty_documents": total_of(plan.document_length == 0),
         "labels_left": labels_left(columns, plan, keep_first),
         "splits": dict(splits),
         "strategy": strategy,

@@ -22,7 +22,7 @@ from hf_packing.columns import (
     check_columns,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of, sums_by
+from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of, sums_by, total_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
@@ -146,7 +146,7 @@ def _are_trained(trained: pa.ChunkedArray, plan: PackingPlan, order: IntArray, b
     begins = np.empty_like(begin)
     begins[order] = begin
     start = begins[plan.pack_offsets[row] + runs[:, 0]] + runs[:, 1]
-    tokens = int(plan.segment_length.sum(dtype=np.int64))
+    tokens = total_of(plan.segment_length)
     return np.asarray(count_ranges(start, runs[:, 2], tokens) > 0)
 
 

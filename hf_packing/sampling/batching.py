@@ -8,7 +8,7 @@ many ranks run them, so that training can go on with the same steps on another n
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from hf_packing.checks import (
     set_fields,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Array, BoolArray, IntArray, Overflow, Pieces, cut_to_pieces, sums_of
+from hf_packing.planning.lengths import Array, BoolArray, IntArray, Overflow, Pieces, cut_to_pieces, sums_of, total_of
 from hf_packing.planning.permutation import derive_seed
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
@@ -91,7 +91,7 @@ class EpochPlan:
     @property
     def num_copies(self) -> int:
         """Number of rows that are copies with masked labels."""
-        return int(self.is_copy.sum())
+        return total_of(self.is_copy)
 
     def micro_batch(self, number: int, rank: int) -> list[SampledRow]:
         """Return the rows of micro-batch `number` of a rank, as pairs (row number, True if the row is a copy)."""
@@ -164,7 +164,7 @@ def keep_rows(sizes: RowSizes, keep: BoolArray) -> FittedRows:
         sizes: sizes of the dataset's rows.
         keep: bool [rows]: True for each row to keep.
     """
-    return FittedRows(sizes, None, np.flatnonzero(keep), np.flatnonzero(~keep), int(sizes.tokens[~keep].sum()))
+    return FittedRows(sizes, None, np.flatnonzero(keep), np.flatnonzero(~keep), total_of(sizes.tokens[~keep]))
 
 
 def cut_rows(sizes: RowSizes, max_length: int, overflow: Overflow) -> FittedRows:
@@ -192,9 +192,10 @@ class Batching(ABC):
     needs_row_per_rank: ClassVar[bool] = True
     """True if a dataset must have at least one row for every rank."""
 
-    seed: int = field(default=0, kw_only=True)
-    max_documents: int | None = field(default=None, kw_only=True)
-    align_tokens: int = field(default=1, kw_only=True)
+    _: KW_ONLY
+    seed: int = 0
+    max_documents: int | None = None
+    align_tokens: int = 1
 
     def __post_init__(self) -> None:
         check_whole_number("align_tokens", self.align_tokens)

@@ -1,7 +1,7 @@
 """BucketBatches, a batching in which all ranks use rows of the same bucket at the same time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, cycle, islice
 from typing import Literal
 
@@ -71,8 +71,9 @@ class BucketBatches(Batching):
     """
 
     tokens_per_batch: int
-    order: BucketOrder = field(default="random", kw_only=True)
-    cycles: int = field(default=1, kw_only=True)
+    _: KW_ONLY
+    order: BucketOrder = "random"
+    cycles: int = 1
 
     @property
     def most_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """InOrder, a batching for evaluation."""
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -56,10 +56,11 @@ class InOrder(Batching):
     needs_row_per_rank: ClassVar[bool] = False  # one row is enough, since the other ranks get copies of this row
 
     rows_per_batch: int | None = None
-    max_tokens: int | None = field(default=None, kw_only=True)
-    ranks: int = field(default=1, kw_only=True)
-    max_length: int | None = field(default=None, kw_only=True)
-    overflow: Overflow = field(default="error", kw_only=True)
+    _: KW_ONLY
+    max_tokens: int | None = None
+    ranks: int = 1
+    max_length: int | None = None
+    overflow: Overflow = "error"
 
     @property
     def ranks_per_block(self) -> int:

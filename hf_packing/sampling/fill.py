@@ -21,7 +21,7 @@ from operator import ge, sub
 import numpy as np
 
 from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
-from hf_packing.planning.lengths import FloatArray, IntArray, offsets_of
+from hf_packing.planning.lengths import FloatArray, IntArray, offsets_of, total_of
 from hf_packing.planning.permutation import random_order
 
 MicroBatches = list[list[int]]
@@ -224,7 +224,7 @@ def _in_few_micro_batches(limits: Limits) -> MicroBatches:
     micro-batches are tried, and after the second try, at most the number that best fit needs.
     """
     rows = _longest_first(np.arange(len(limits[0][0])), limits)
-    least, more = max(-(-int(needed.sum()) // most) for needed, most in limits), 0
+    least, more = max(-(-total_of(needed) // most) for needed, most in limits), 0
     packed: MicroBatches = []
     while not packed or least + more < len(packed):
         if spread := _spread(rows, limits, min(least + more, len(rows))):
@@ -286,7 +286,7 @@ def _split_fullest(micro_batches: MicroBatches, limits: Limits, more: int) -> Mi
             split[number], half = _spread(_longest_first(np.array(split[number]), limits), limits, 2)
             split.append(half)
             for place in (number, len(split) - 1):
-                heapq.heappush(fullest, (-int(tokens[split[place]].sum()), place))
+                heapq.heappush(fullest, (-total_of(tokens[split[place]]), place))
     return split
 
 

@@ -32,7 +32,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of
+from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.changes import LabelCounts, count_labels
 from hf_packing.rows.lazy import DocumentRows, lazy_rows
@@ -286,7 +286,7 @@ class TreesOfDocuments(DocumentRows):
         counts = replace(
             sizes.trees,
             left_out=plan.num_documents - len(np.unique(plan.segment_document)),
-            lost_tokens=int(plan.document_length.sum(dtype=np.int64)) - sizes.trees.raw_tokens,
+            lost_tokens=total_of(plan.document_length) - sizes.trees.raw_tokens,
         )
         return replace(sizes, sample=sizes.sample + plan.fingerprint.encode(), trees=counts)
 

@@ -13,7 +13,7 @@ import numpy as np
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.planning.lengths import Array, offsets_of
+from hf_packing.planning.lengths import Array, offsets_of, total_of
 from hf_packing.planning.permutation import shuffles_of_numpy
 from hf_packing.planning.rank_layout import LayoutCounts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
@@ -199,8 +199,8 @@ class RankBatchSampler:
         """
         plan, fitted, steps = self.plan, self.rows, self.optimizer_steps
         trees = self.sizes.trees or TreeCounts(0, 0, 0)
-        tokens = int(fitted.sizes.tokens[fitted.kept].sum())
-        documents = int(fitted.sizes.segments[fitted.kept].sum())
+        tokens = total_of(fitted.sizes.tokens[fitted.kept])
+        documents = total_of(fitted.sizes.segments[fitted.kept])
         return EpochSummary(
             optimizer_steps=steps,
             num_micro_batches=plan.num_micro_batches,
@@ -256,7 +256,7 @@ class RankBatchSampler:
                 ranks=plan.ranks_per_block,
                 split=sum(layout.num_split for layout in layouts),
                 utilization=utilization(self.batching.cost(tokens, attention_cost)),
-                received_per_token=received / int(tokens[is_own].sum()),
+                received_per_token=received / total_of(tokens[is_own]),
             ),
         }
 

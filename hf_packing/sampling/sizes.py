@@ -35,7 +35,7 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_groups, join_rows, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, join_rows, offsets_of, sums_of, total_of
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
@@ -116,7 +116,7 @@ class RowSizes:
         return len(self.tokens)
 
     def __str__(self) -> str:
-        return f"{len(self):,} rows and {int(self.tokens.sum()):,} tokens"
+        return f"{len(self):,} rows and {total_of(self.tokens):,} tokens"
 
     def segment_lengths(self, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Return the lengths of the segments of rows, row after row, and the number of segments of each row.
@@ -248,8 +248,8 @@ def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) 
     bucket = plan.pack_capacity[packs] if BUCKET in names else None
     sizes = sizes_of_packs(own, offsets_of(segments), bucket, depths)
     if plan.segment_shared is not None:
-        tokens = int(sizes.tokens.sum())
-        sizes = replace(sizes, trees=TreeCounts(len(own), tokens + int(depths.sum(dtype=np.int64)), tokens))
+        tokens = total_of(sizes.tokens)
+        sizes = replace(sizes, trees=TreeCounts(len(own), tokens + total_of(depths), tokens))
     sampled = rows.read(packs[rows_to_sample(len(packs))])
     return replace(sizes, sample=_sample_of_rows([{name: row[name] for name in names} for row in sampled]))
 

@@ -1,6 +1,6 @@
 """TokenBudget, a batching whose micro-batches have at most max_tokens tokens, with about equal work on all ranks."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -16,7 +16,7 @@ from hf_packing.checks import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.planning.lengths import Array, FloatArray, IntArray, Overflow
+from hf_packing.planning.lengths import Array, FloatArray, IntArray, Overflow, total_of
 from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.batching import (
     CUT_WHEN_PACKED,
@@ -135,15 +135,16 @@ class TokenBudget(Batching):
     """
 
     max_tokens: int
-    max_length: int | None = field(default=None, kw_only=True)
-    max_patches: int | None = field(default=None, kw_only=True)
-    balance: Balance = field(default="attention", kw_only=True)
-    linear_cost: float | None = field(default=None, kw_only=True)
-    match_documents_per_step: int | None = field(default=None, kw_only=True)
-    length_schedule: LengthSchedule | None = field(default=None, kw_only=True)
-    overflow: Overflow = field(default="error", kw_only=True)
-    share_prefixes: bool | int = field(default=False, kw_only=True)
-    max_ranks_per_document: int = field(default=1, kw_only=True)
+    _: KW_ONLY
+    max_length: int | None = None
+    max_patches: int | None = None
+    balance: Balance = "attention"
+    linear_cost: float | None = None
+    match_documents_per_step: int | None = None
+    length_schedule: LengthSchedule | None = None
+    overflow: Overflow = "error"
+    share_prefixes: bool | int = False
+    max_ranks_per_document: int = 1
 
     @property
     def most_tokens(self) -> int:
@@ -245,7 +246,7 @@ class TokenBudget(Batching):
             [12, 12]
         """
         ranks = self.max_ranks_per_document
-        most = max(self.max_tokens, -(-int(lengths.sum()) // ranks))  # evaluations have micro-batches of any size
+        most = max(self.max_tokens, -(-total_of(lengths) // ranks))  # evaluations have micro-batches of any size
         return lay_out(lengths, ranks, most, _MOST_LINEAR if self.balance == "tokens" else self.usual_linear_cost)
 
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
@@ -273,7 +274,7 @@ class TokenBudget(Batching):
             PackingError: a step has too many or too few documents for its micro-batches; the message says what fits.
         """
         assert self.match_documents_per_step is not None
-        documents, most = int(rows.sizes.segments[rows.kept].sum()), len(rows.kept) // epoch.slots
+        documents, most = total_of(rows.sizes.segments[rows.kept]), len(rows.kept) // epoch.slots
         steps = -(-documents // self.match_documents_per_step)
         if least <= steps <= most:
             return steps

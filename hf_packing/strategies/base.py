@@ -5,7 +5,7 @@ import pkgutil
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -189,9 +189,10 @@ class OneCapacity(CountingStrategy):
     keeps_fitting_documents_whole: ClassVar[bool] = True
 
     max_length: int
-    overflow: Overflow = field(default="split", kw_only=True)
-    max_documents: int | None = field(default=None, kw_only=True)
-    seed: int | None = field(default=0, kw_only=True)
+    _: KW_ONLY
+    overflow: Overflow = "split"
+    max_documents: int | None = None
+    seed: int | None = 0
 
     @abstractmethod
     def solve(self, counts: IntArray) -> Solution:

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import ClassVar
 
@@ -56,8 +56,9 @@ class Bucket(CountingStrategy):
     keeps_fitting_documents_whole: ClassVar[bool] = True  # with padding_threshold=1
 
     bucket_lengths: Sequence[int] = _BUCKET_LENGTHS
-    padding_threshold: float = field(default=0.01, kw_only=True)
-    seed: int | None = field(default=0, kw_only=True)
+    _: KW_ONLY
+    padding_threshold: float = 0.01
+    seed: int | None = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +103,8 @@ class BucketByLength(Strategy):
     fills_one_pack_at_a_time: ClassVar[bool] = True
 
     bucket_lengths: Sequence[int] = _BUCKET_LENGTHS
-    seed: int | None = field(default=0, kw_only=True)
+    _: KW_ONLY
+    seed: int | None = 0
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, self.bucket_lengths, self.seed)

@@ -10,7 +10,7 @@ solution, and removes columns that the solution does not use. When no column wou
 optimal over all columns.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -62,7 +62,8 @@ class NonNegativeLeastSquares(OneCapacity):
         PackingPlan(6 documents, 6 segments, 3 packs, efficiency 1.0000)
     """
 
-    max_documents: int = field(default=3, kw_only=True)
+    _: KW_ONLY
+    max_documents: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -66,7 +66,8 @@ class Optimal(OneCapacity):
         (4, 3)
     """
 
-    time_limit: float = field(default=60.0, kw_only=True)
+    _: KW_ONLY
+    time_limit: float = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
 """Strategies that need the document lengths in order: FixedLength, FirstCome and Multipack."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -52,7 +52,8 @@ class FixedLength(Strategy):
     fills_one_pack_at_a_time: ClassVar[bool] = True
 
     max_length: int
-    seed: int | None = field(default=0, kw_only=True)
+    _: KW_ONLY
+    seed: int | None = 0
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, (self.max_length,), self.seed)
@@ -148,10 +149,11 @@ class FirstCome(Strategy):
     keeps_fitting_documents_whole: ClassVar[bool] = True
 
     max_length: int
-    order: _Order = field(default="random", kw_only=True)
-    overflow: Overflow = field(default="split", kw_only=True)
-    max_documents: int | None = field(default=None, kw_only=True)
-    seed: int | None = field(default=0, kw_only=True)
+    _: KW_ONLY
+    order: _Order = "random"
+    overflow: Overflow = "split"
+    max_documents: int | None = None
+    seed: int | None = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -231,9 +233,10 @@ class Multipack(Strategy):
     keeps_fitting_documents_whole: ClassVar[bool] = True
 
     max_length: int
-    window: int = field(default=100_000, kw_only=True)
-    overflow: Overflow = field(default="split", kw_only=True)
-    seed: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    window: int = 100_000
+    overflow: Overflow = "split"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ import pyarrow as pa
 from hf_packing.checks import check_choice, check_real, check_seed, check_type
 from hf_packing.columns import SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Array, IntArray
+from hf_packing.planning.lengths import Array, IntArray, total_of
 from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.streams import upstream
@@ -269,7 +269,7 @@ class MixedExamples(StatefulExamples):
         parts = []
         for source, documents in zip(sources, np.bincount(chosen, minlength=len(sources)).tolist(), strict=True):
             parts.append(source.reader.take(documents))
-            source.tokens += int(lengths_of(parts[-1]).sum())
+            source.tokens += total_of(lengths_of(parts[-1]))
         table = pa.concat_tables(parts).take(np.argsort(np.argsort(chosen, kind="stable")))
         lengths = lengths_of(table)
         made: dict[str, Array] = {SOURCE: chosen}

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Array, BoolArray, IntArray, check_lengths, sums_of
+from hf_packing.planning.lengths import Array, BoolArray, IntArray, check_lengths, sums_of, total_of
 from hf_packing.planning.permutation import derive_seed
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.windows import (
@@ -112,7 +112,7 @@ class StreamPacking:
         waiting = pa.ipc.open_stream(window["waiting"]).read_all()
         counts: Counter[str] = Counter(window["counts"])
         size = WindowSize.of_packs(self.window_packs, self.strategy.largest_capacity)
-        tokens, documents = int(lengths_of(waiting).sum()), waiting.num_rows
+        tokens, documents = total_of(lengths_of(waiting)), waiting.num_rows
         new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
         try:
             columns = find_token_columns(pa.concat_tables([waiting, new]))
@@ -133,9 +133,9 @@ class StreamPacking:
         made = plan.take_packs(self.order(plan, np.flatnonzero(~waits), counts["packs"]))
         counts.update(
             documents=new.num_rows,
-            tokens=int(lengths[documents:].sum(dtype=np.int64)),
-            packed_tokens=int(made.segment_length.sum(dtype=np.int64)),
-            empty_documents=int((lengths[documents:] == 0).sum()),
+            tokens=total_of(lengths[documents:]),
+            packed_tokens=total_of(made.segment_length),
+            empty_documents=total_of(lengths[documents:] == 0),
             packs=made.num_packs,
             splits=planned.splits,
         )

@@ -30,6 +30,7 @@ from hf_packing.planning.lengths import (
     indices_in_ranges,
     offsets_of,
     sums_of,
+    total_of,
 )
 from hf_packing.rows.packed_rows import as_int32, read_labels
 from hf_packing.rows.token_columns import (
@@ -325,6 +326,6 @@ def measure_shared_prefixes(documents: datasets.Dataset, max_length: int) -> Sha
     first = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), MEASURED_TOKENS)))
     pieces = cut_to_pieces(lengths[:first], max_length, "split")
     forest, _ = find_trees(columns, pieces, FEWEST_SHARED, max_length)
-    tokens, unique = int(forest.length.sum()), int(forest.sizes.sum())
+    tokens, unique = total_of(forest.length), total_of(forest.sizes)
     measured = min(first, len(lengths))
     return SharedPrefixes(tokens / unique if unique else 1.0, measured, measured < len(lengths))

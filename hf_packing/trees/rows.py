@@ -33,6 +33,7 @@ from hf_packing.planning.lengths import (
     indices_in_ranges,
     offsets_of,
     sums_of,
+    total_of,
 )
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows, as_int32, list_array, read_labels
@@ -118,7 +119,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows
         **segment_columns(paths, offsets),
         TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * row_runs),
     }
-    return Rows(pa.table(arrays), first_labels, int(runs.length.sum()))
+    return Rows(pa.table(arrays), first_labels, total_of(runs.length))
 
 
 def segment_columns(paths: TreePaths, row_documents: IntArray) -> dict[str, pa.Array]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Int32Array, IntArray, indices_in_groups, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import Int32Array, IntArray, indices_in_groups, indices_in_ranges, offsets_of, total_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -303,7 +303,7 @@ def segments_of(paths: TreePaths, row_documents: IntArray) -> Segments:
         paths: the documents of all rows.
         row_documents: int64 [rows + 1]: the documents of row r are row_documents[r]:row_documents[r + 1].
     """
-    tokens, adds = int(paths.own.sum()), paths.own > 0
+    tokens, adds = total_of(paths.own), paths.own > 0
     begins, branches = paths.begin[adds], paths.branch[adds]
     starts = np.unique(np.concatenate([begins, paths.branch[paths.shared > 0]]))
     starts = starts[starts < tokens]  # documents also branch off after the last token
