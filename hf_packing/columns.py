@@ -59,6 +59,9 @@ ASSISTANT_MASKS = "assistant_masks"
 LOSS_MASKS = (COMPLETION_MASK, ASSISTANT_MASKS)
 """TRL's masks of the tokens to train on. A token is trained on if every mask of the row has a 1 for the token."""
 
+LABEL_COLUMNS = (LABELS, *LOSS_MASKS)
+"""The columns that say which tokens are trained on; without them, all tokens are."""
+
 SPECIAL_TOKENS_MASK = "special_tokens_mask"
 """The column of a tokenizer with a 1 for every special token, which is never masked."""
 OFFSET_MAPPING = "offset_mapping"

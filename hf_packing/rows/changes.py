@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
@@ -51,7 +51,7 @@ def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> L
         The counts; None if nothing is dropped, or if all tokens are labels.
     """
     is_whole = total_of(plan.segment_length) == total_of(plan.document_length)
-    if is_whole or columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
+    if is_whole or columns.keys().isdisjoint(LABEL_COLUMNS):
         return None
     documents = Pieces.whole(plan.document_length)
     return LabelCounts(*(count_labels(columns, pieces, keep_first) for pieces in (plan.segments, documents)))
@@ -66,7 +66,7 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
         pieces: the pieces, which are segments of a row.
         keep_first: whether the first token of a piece has a label, as for masked language models.
     """
-    if columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
+    if columns.keys().isdisjoint(LABEL_COLUMNS):
         return total_of(pieces.length) - (0 if keep_first else int(np.count_nonzero(pieces.length)))
     found = 0
     for first, end in blocks_of_rows(pieces.length, TOKENS_AT_ONCE):
@@ -158,9 +158,11 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
         )
     if empty := facts.get("empty_documents"):
         said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
-    if splits := facts.get("splits"):
-        places, names = sum(splits.values()), " or ".join(splits)
-        said.append(f"shares fewer tokens at {places:,} places{of}, where tokens agree but {names} differ")
+    splits = facts.get("splits", {})
+    if places := sum(splits.values()):
+        said.append(
+            f"shares fewer tokens at {places:,} places{of}, where tokens agree but {' or '.join(splits)} differ"
+        )
     if left_out:
         said.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
     return said

@@ -8,6 +8,7 @@ import pyarrow as pa
 from hf_packing.columns import (
     IGNORED_LABEL,
     INPUT_IDS,
+    LABEL_COLUMNS,
     LABELS,
     LOSS_MASKS,
     POSITION_IDS,
@@ -52,7 +53,7 @@ def pack_rows(
     pieces = plan.segments.take(segments)
     length = pieces.length
     row_tokens = sums_of(length, offsets_of(sizes))
-    others = {name: column.gather(pieces) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
+    others = {name: column.gather(pieces) for name, column in columns.items() if name not in LABEL_COLUMNS}
     input_ids = as_int32(INPUT_IDS, others.pop(INPUT_IDS))
     given = read_labels(columns, pieces, input_ids)
     labels = input_ids.copy() if given is None else given

@@ -22,8 +22,7 @@ from hf_packing.columns import (
     BUCKET,
     ENDS,
     INPUT_IDS,
-    LABELS,
-    LOSS_MASKS,
+    LABEL_COLUMNS,
     PARENTS,
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
@@ -48,10 +47,10 @@ from hf_packing.rows.token_columns import (
 )
 from hf_packing.trees.segments import attention_costs
 
-_SAMPLED = (INPUT_IDS, LABELS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
+_SAMPLED = (INPUT_IDS, *LABEL_COLUMNS, TREE_INPUT_IDS, TREE_LABELS)
 """The columns of which a sample is taken."""
 
-_IN_ALL_ROWS = (SEQ_LENGTHS, TREE_INPUT_IDS, LABELS, *LOSS_MASKS)
+_IN_ALL_ROWS = (SEQ_LENGTHS, TREE_INPUT_IDS, *LABEL_COLUMNS)
 """The columns that all rows have, or none."""
 
 _SAMPLED_TOKENS = 64

@@ -136,7 +136,7 @@ class PackedExamples(StatefulExamples):
                 yield Turn(stream, row, positions[stream])
             turn += 1
         counts = sum((Counter(window["counts"]) for _, window, _ in positions.values()), Counter())
-        splits = {"other columns": counts["splits"]} if counts["splits"] else {}
+        splits = {"other columns": counts["splits"]}
         facts = {**counts, "splits": splits, "strategy": repr(self.packing.strategy)}
         warn_of_changes(describe_changes(facts, of=" of a stream"), "pack", stacklevel=2)
 
@@ -155,13 +155,12 @@ class PackedExamples(StatefulExamples):
         return {STATE: (*self.made_from(), dict(positions)) if positions else None}
 
     def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
-        """Return the positions of the logical streams in a state, of those that have begun.
+        """Return the positions of the logical streams in a state; none if the epoch has not begun.
 
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        saved = self.progress(state, self.made_from()) or {}
-        return {stream: position for stream, position in saved.items() if position[0]}
+        return self.progress(state, self.made_from()) or {}
 
 
 def documents_of_streams(examples: upstream.Examples, streams: int) -> dict[str, list[int]]:

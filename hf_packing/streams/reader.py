@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from fsspec.core import url_to_fs
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, check_columns, refuse_columns
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABEL_COLUMNS, LABELS, check_columns, refuse_columns
 from hf_packing.errors import PackingError
 from hf_packing.files import size_and_version
 from hf_packing.planning.lengths import BoolArray, IntArray
@@ -250,7 +250,7 @@ class DocumentReader:
     ) -> Iterator[tuple[Place, IntArray, pa.Table]]:
         """Yield tables of documents, from a place on: each with its place, and the documents' numbers in the shard."""
         for part in range(first_part, self._parts):
-            shard = self._examples
+            shard, own, turns = self._examples, 0, np.zeros(1, np.intp)
             if self._share is not None:
                 number, own, pieces = self._share[part]
                 shard = upstream.sharded(self._examples, upstream.num_shards(self._examples), number)
@@ -261,9 +261,7 @@ class DocumentReader:
             before = shard.state_dict()
             for table in _tables_of(shard, self._schema):
                 numbers = np.arange(at_state, at_state + table.num_rows)
-                wanted = numbers >= first
-                if self._share is not None:
-                    wanted &= turns[numbers % len(turns)] == own
+                wanted = (numbers >= first) & (turns[numbers % len(turns)] == own)
                 yield (part, before, at_state, first), numbers[wanted], _documents(table, wanted, self._schema)
                 before, at_state = shard.state_dict(), at_state + table.num_rows
             state, at_state, first = None, 0, 0
@@ -315,7 +313,7 @@ def _documents(table: pa.Table, wanted: BoolArray, schema: pa.Schema) -> pa.Tabl
     names = table.column_names
     check_columns(schema.names, names, "in all documents of the stream")
     refuse_columns(
-        [name for name in (LABELS, *LOSS_MASKS) if name not in schema.names],
+        [name for name in LABEL_COLUMNS if name not in schema.names],
         names,
         f"the columns of the first documents, {', '.join(schema.names)}, got a document that also has this one; give "
         "all documents the same columns, or pass features=, with all columns, to map or from_generator",
@@ -341,7 +339,7 @@ def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Ta
         yield from (table for _, table in examples.iter_arrow())
         return
     rows = (row for _, row in examples)
-    names = dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK))
+    names = dict.fromkeys((*schema.names, *LABEL_COLUMNS, ATTENTION_MASK))
     while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
         found = set().union(*block)
         yield pa.table({name: _array(name, [row.get(name) for row in block]) for name in names if name in found})

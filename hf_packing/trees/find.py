@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS
 from hf_packing.planning.lengths import (
     Array,
     Int32Array,
@@ -230,7 +230,7 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
             found.append(labels[:, None])
             names.append(LABELS)
     for name, column in columns.items():
-        if name not in (INPUT_IDS, LABELS, *LOSS_MASKS):
+        if name not in (INPUT_IDS, *LABEL_COLUMNS):
             found.append(_as_integers(column.gather(pieces)))
             names += [name] * found[-1].shape[1]
     joined = np.concatenate(found, axis=1).tobytes()

@@ -12,8 +12,8 @@ from hf_packing.columns import (
     ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
+    LABEL_COLUMNS,
     LABELS,
-    LOSS_MASKS,
     PARENTS,
     SEGMENT_LENGTHS,
     TRAINED,
@@ -95,7 +95,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])
     own = Pieces(whole.document, whole.start + paths.shared, paths.own)
-    values = {name: column.gather(own) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
+    values = {name: column.gather(own) for name, column in columns.items() if name not in LABEL_COLUMNS}
     input_ids = as_int32(INPUT_IDS, values.pop(INPUT_IDS))
     labels = read_labels(columns, whole)
     begin = offsets_of(paths.length)[:-1]
