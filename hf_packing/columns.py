@@ -106,6 +106,11 @@ def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[A
     return masked
 
 
+def loss_masks_in(names: Collection[str]) -> list[str]:
+    """Return the loss masks among some columns."""
+    return [name for name in LOSS_MASKS if name in names]
+
+
 def rows_of(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
     """Return the rows of a table, as dicts, given its columns by name."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -31,7 +31,6 @@ from hf_packing.columns import (
     INPUT_IDS,
     KNOWN_COLUMNS,
     LABELS,
-    LOSS_MASKS,
     PARENTS,
     POSITION_IDS,
     SEGMENT_COLUMNS,
@@ -40,6 +39,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
     TREE_INPUT_IDS,
     apply_loss_masks,
+    loss_masks_in,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, IntArray, indices_in_ranges, offsets_of
@@ -183,7 +183,7 @@ def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     labels = _read_column(LABELS, rows) if any(LABELS in row for row in rows) else tokens
     joined = _join(LABELS, labels, tokens)
     for number, (row, given) in enumerate(zip(rows, labels, strict=True)):
-        for name in [mask for mask in LOSS_MASKS if mask in row]:
+        for name in loss_masks_in(row):
             if LABELS not in row:
                 raise PackingError(
                     f"column {name!r}: expected labels that are -100 where the mask is 0, but row {number} has no "

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 import hf_packing
 from hf_packing.checks import check_whole_number
-from hf_packing.columns import LOSS_MASKS
+from hf_packing.columns import loss_masks_in
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.files import file_system
 from hf_packing.fleet.manifest import (
@@ -357,7 +357,7 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
         },
         splits=splits,
         remarks=dict(sum(remarks, Counter())),  # as a dataclass copies a Counter wrongly
-        loss_masks=[name for name in LOSS_MASKS if name in columns],
+        loss_masks=loss_masks_in(columns),
         left_out=list(dict.fromkeys(chain(*left_out))),
         skipped=list(chain(*skipped))[:1],
     )

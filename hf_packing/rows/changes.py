@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, LOSS_MASKS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, loss_masks_in
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
@@ -112,7 +112,7 @@ def changes_of(
         strategy: the argument that decides what is dropped.
         keep_first: whether the first token of a segment keeps its label.
     """
-    masks = [name for name in LOSS_MASKS if name in columns]
+    masks = loss_masks_in(columns)
     return {
         "labels_made": LABELS not in columns and not masks,
         "loss_masks": masks,

@@ -10,10 +10,10 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABEL_COLUMNS,
     LABELS,
-    LOSS_MASKS,
     POSITION_IDS,
     SEQ_LENGTHS,
     apply_loss_masks,
+    loss_masks_in,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, Int32Array, IntArray, Pieces, indices_in_groups, offsets_of, sums_of
@@ -82,7 +82,7 @@ def read_labels(columns: TokenColumns, pieces: Pieces, input_ids: Int32Array | N
         pieces: the pieces of documents to read.
         input_ids: int32 [tokens]: the tokens of the pieces, if they are at hand.
     """
-    masks = {name: columns[name].gather(pieces) for name in LOSS_MASKS if name in columns}
+    masks = {name: columns[name].gather(pieces) for name in loss_masks_in(columns)}
     if LABELS in columns:
         labels = as_int32(LABELS, columns[LABELS].gather(pieces))
     elif not masks:

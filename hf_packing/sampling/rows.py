@@ -30,6 +30,7 @@ from hf_packing.columns import (
     TREE_INPUT_IDS,
     TREE_LABELS,
     apply_loss_masks,
+    loss_masks_in,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of, total_of
@@ -167,7 +168,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
         If apply_masks is False, a row with loss masks but without labels stays unchanged, and the collator refuses it.
         """
-        masks = [name for name in LOSS_MASKS if name in row]
+        masks = loss_masks_in(row)
         if LABELS in row or TREE_LABELS in row or (masks and not self.apply_masks):
             return row
         labels = row[INPUT_IDS]

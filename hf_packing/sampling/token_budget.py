@@ -195,7 +195,7 @@ class TokenBudget(Batching):
 
     @property
     def fewest_shared(self) -> int | None:
-        return None if self.share_prefixes is False else check_fewest_shared(self.share_prefixes)
+        return check_fewest_shared(self.share_prefixes)
 
     def within(self, shapes: Shapes) -> Self:
         fixed = "for batches of fixed shapes, since extra borders change the number of segments"

@@ -18,7 +18,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import LOSS_MASKS
+from hf_packing.columns import loss_masks_in
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array
 from hf_packing.rows.changes import describe_changes, warn_of_changes
@@ -212,7 +212,7 @@ def pack_stream(
     """Return an IterableDataset of packed rows. `hf_packing.pack` describes the arguments."""
     source = open_source("dataset", stream)
     packing.check_names(source.names)
-    masks = [name for name in LOSS_MASKS if name in source.schema.names]
+    masks = loss_masks_in(source.schema.names)
     warn_of_changes(describe_changes({"loss_masks": masks}, left_out=source.left_out), "pack", stacklevel=3)
     if streams is not None:
         check_shares(source.examples, streams)
