@@ -129,9 +129,10 @@ def check_are_documents(names: Collection[str]) -> None:
 
 def check_has_tokens(names: Collection[str]) -> None:
     """Raise PackingError if documents have no input_ids. For texts and chats, the message names `tokenize`."""
-    texts = {"text", "prompt", "completion", "messages"}.intersection(names)
-    hint = "; hf_packing.tokenize makes it from texts and chats" if texts else ""
-    check_columns((INPUT_IDS,), names, "in the dataset", hint)
+    if INPUT_IDS not in names:
+        texts = {"text", "prompt", "completion", "messages"}.intersection(names)
+        hint = "; hf_packing.tokenize makes it from texts and chats" if texts else ""
+        check_columns((INPUT_IDS,), names, "in the dataset", hint)
 
 
 def check_columns(needed: Iterable[str], names: Collection[str], where: str, hint: str = "") -> None:

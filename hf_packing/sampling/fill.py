@@ -286,7 +286,7 @@ def _split_fullest(micro_batches: MicroBatches, limits: Limits, more: int) -> Mi
             split[number], half = _spread(_longest_first(np.array(split[number]), limits), limits, 2)
             split.append(half)
             for place in (number, len(split) - 1):
-                heapq.heappush(fullest, (-total_of(tokens[split[place]]), place))
+                heapq.heappush(fullest, (-int(tokens[split[place]].sum()), place))
     return split
 
 
