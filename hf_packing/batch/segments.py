@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,7 +32,7 @@ from hf_packing.columns import (
     SEQ_LENGTHS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import Int64Array, IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.rank_layout import RowPart
 
 Batch = Mapping[str, Any]
@@ -217,7 +216,7 @@ def fillers_in(inputs: Batch, borders: Sequence[int]) -> int:
     return sum(total - filled <= begin < total for begin in borders)
 
 
-def positions_of(lengths: Sequence[int], fillers: int) -> npt.NDArray[np.int64]:
+def positions_of(lengths: Sequence[int], fillers: int) -> Int64Array:
     """Return the position of each token in its segment, int64 [tokens].
 
     Positions of filled tokens start again before they exceed all others: some models depend on the largest position, or
@@ -231,7 +230,7 @@ def positions_of(lengths: Sequence[int], fillers: int) -> npt.NDArray[np.int64]:
         >>> positions_of([3, 2, 5], fillers=1).tolist()
         [0, 1, 2, 0, 1, 0, 1, 2, 0, 1]
     """
-    positions: npt.NDArray[np.int64] = indices_in_ranges(0, np.array(lengths))
+    positions: Int64Array = indices_in_ranges(0, np.array(lengths))
     return positions % max(lengths[: len(lengths) - fillers])
 
 

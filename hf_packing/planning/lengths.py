@@ -14,6 +14,7 @@ Array = npt.NDArray[Any]
 """An array of any numbers."""
 IntArray = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -90,13 +91,13 @@ def offsets_of(lengths: Any) -> IntArray:
     return offsets
 
 
-def join_rows(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def join_rows(arrays: Sequence[IntArray]) -> tuple[Int64Array, Int64Array]:
     """Return the values of arrays of integers, one after the other, and the number of values in each array."""
     values = np.concatenate([np.zeros(0, np.int64), *arrays], dtype=np.int64, casting="unsafe")
     return values, np.array([*map(len, arrays)], np.int64)
 
 
-def sums_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
+def sums_by(group: IntArray, values: IntArray, groups: int) -> Int64Array:
     """Return the sum of the values of each group, int64 [groups]. The sums are exact, other than those of np.bincount.
 
     Args:

@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import (
@@ -24,7 +23,17 @@ from hf_packing.checks import (
     set_fields,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Array, BoolArray, IntArray, Overflow, Pieces, cut_to_pieces, sums_of, total_of
+from hf_packing.planning.lengths import (
+    Array,
+    BoolArray,
+    Int64Array,
+    IntArray,
+    Overflow,
+    Pieces,
+    cut_to_pieces,
+    sums_of,
+    total_of,
+)
 from hf_packing.planning.permutation import derive_seed
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
@@ -103,7 +112,7 @@ class EpochPlan:
         """Yield the micro-batches of a rank in order, as `micro_batch` returns them, from number `first` on."""
         return (self.micro_batch(number, rank) for number in range(first, self.num_micro_batches))
 
-    def per_micro_batch(self, of_row: IntArray, counted: BoolArray | bool = True) -> npt.NDArray[np.int64]:
+    def per_micro_batch(self, of_row: IntArray, counted: BoolArray | bool = True) -> Int64Array:
         """Return the sum of a value over the rows of each micro-batch, int64 [num_micro_batches, num_blocks].
 
         Args:

@@ -12,13 +12,20 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Int32Array, IntArray, indices_in_groups, indices_in_ranges, offsets_of, total_of
+from hf_packing.planning.lengths import (
+    Int32Array,
+    Int64Array,
+    IntArray,
+    indices_in_groups,
+    indices_in_ranges,
+    offsets_of,
+    total_of,
+)
 
-Places = npt.NDArray[np.int64]
+Places = Int64Array
 """Indices of tokens in a row."""
 
 
@@ -140,7 +147,7 @@ class TreeSegments:
         return _find_ranges(ends[document], first, first + length, self.begins, self.depths, parents)
 
 
-def attention_costs(lengths: npt.NDArray[np.int64], depths: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+def attention_costs(lengths: Int64Array, depths: Int64Array | int) -> Int64Array:
     """Return twice the pairs of a token of each segment and a token that it attends to, int64 [segments].
 
     Args:
