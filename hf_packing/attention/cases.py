@@ -38,6 +38,7 @@ from hf_packing.attention.runs import (
     Runner,
     logits_of,
 )
+from hf_packing.attention.snapshot import temporarily
 from hf_packing.attention.tolerance import (
     PROBE,
     Profile,
@@ -462,10 +463,8 @@ class RowCase(Case):
         if needs_gradients and self.wants_gradients and not found.runs[0].gradients:
             raise NotCallableError("the model's gradients cannot be computed")
         if self.training:
-            self.runner.seed = 1
-            with self.runner.unpatched(attention):
+            with self.runner.unpatched(attention), temporarily(self.runner, seed=1):
                 other = self.run_alone(0)
-            self.runner.seed = 0
             if not self.tolerance(found).explains(apart(other.outputs[0], found.runs[0].outputs[0])):
                 self.unproven = RANDOM
                 return Alone({}, attention)

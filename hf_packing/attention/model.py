@@ -236,14 +236,6 @@ def is_fsdp(module: nn.Module) -> bool:
     return isinstance(module, (FSDPModule, FullyShardedDataParallel))
 
 
-def shard_again(model: nn.Module) -> None:
-    """Shard the weights that FSDP2 has gathered, as it leaves those of a whole model after a forward without a backward
-    pass. Gathered weights are other parameters, which get no gradients."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile has compiled a model, or a module of the model."""
     return any(map(compiles_forward, model.modules()))

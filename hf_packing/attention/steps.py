@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_packing.attention.model import (
-    configurations,
-    has_local_weights,
-    shard_again,
-)
+from hf_packing.attention.model import configurations, has_local_weights
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
     MOST_KEPT,
@@ -77,8 +74,10 @@ class StepRunner:
     @contextmanager
     def undisturbed(self, training: bool) -> Iterator[None]:
         """Context manager: within the block, models run without dropout, and nothing of it is left after the block."""
-        for runner in self.runners:
-            shard_again(runner.called)
+        modules = [module for runner in self.runners for module in runner.called.modules()]
+        for module in modules:
+            if isinstance(module, FSDPModule):  # leaves weights gathered after a forward alone, which get no gradients
+                module.reshard()
         self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
         with ExitStack() as stack:
@@ -86,7 +85,6 @@ class StepRunner:
             # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them
             takes_gradients = training and not hasattr(self.model, "backward")
             stack.enter_context(torch.set_grad_enabled(takes_gradients))
-            modules = [module for runner in self.runners for module in runner.called.modules()]
             held = ObjectSnapshot(self.holders, (*self.without, *modules))
             stack.callback(held.restore)
             kept += [(each, each.grad) for each in held.tensors if each.is_leaf]
