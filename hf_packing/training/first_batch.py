@@ -17,7 +17,7 @@ from hf_packing.attention import (
     prove_on_batch,
 )
 from hf_packing.errors import ModelNotSupportedError, PackingError
-from hf_packing.training.losses import COUNTS, Batch, documents_in, part_of_row
+from hf_packing.training.losses import Batch, documents_in, part_of_row
 from hf_packing.training.ranks import on_all_ranks
 from hf_packing.training.step import StepCase, StepReport, prove_step
 
@@ -65,8 +65,7 @@ class FirstBatchProof:
         """Prove isolation on a batch, if a rank has several documents in it, or raise an error on all ranks."""
         part, inner = part_of_row(batch), inner_model(model)
         what = f"isolation: proven on the first {mode} batch{f' on {part.layout.num_ranks} ranks' if part else ''}"
-        whole = {name: values for name, values in batch.items() if name != COUNTS}  # of documents that begin in a part
-        if what in self.proofs or not reduce((documents_in(whole) > 1).int(), reduction="sum"):
+        if what in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
 
         def prove(_: object = None) -> Proof:

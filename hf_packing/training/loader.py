@@ -23,10 +23,11 @@ from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.first_batch import FirstBatchProof
-from hf_packing.training.losses import Batch, Loss, exact_type, items_in, with_share
+from hf_packing.training.losses import Batch, Loss, exact_type, with_share
 from hf_packing.training.models import prepared_model
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.step import StepCase
+from hf_packing.training.step_counts import micro_batch_counts
 
 
 def batches_loader(rows: Any, batches: Any, collate: Any, **options: Any) -> DataLoader[Any]:
@@ -84,7 +85,7 @@ class LoopSteps:
         batches = [with_segments_cut(batch, longest) for batch in batches]
         # accelerate averages gradients over processes and accumulated micro-batches: with this divisor, the average is
         # the gradient of the mean loss over the whole optimizer step
-        here = torch.stack([items_in(batch, self.loss) for batch in batches]).sum()
+        here = micro_batch_counts(batches, self.loss)[:, -1].sum()
         everywhere = self.accelerator.reduce(here, reduction="sum").clamp(min=1)
         averaged_over = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         items = everywhere.to(exact_type(everywhere.device)) / averaged_over

@@ -124,9 +124,6 @@ def documents_in(batch: Batch) -> Tensor:
 
     In a packed batch, documents are the segments, without those that only fill fixed shapes.
     """
-    if COUNTS in batch:
-        documents: Tensor = batch[COUNTS][1]
-        return documents
     if is_tree_batch(batch):
         return torch.tensor(len(batch[ENDS]), device=batch[ENDS].device)
     last: Tensor = batch["seq_idx"].max().long()
@@ -141,9 +138,6 @@ def items_in(batch: Batch, loss: Loss) -> Tensor:
     Returns:
         An int64 scalar: the number of items over which the loss of the batch is averaged.
     """
-    if COUNTS in batch:
-        items: Tensor = batch[COUNTS][-1]
-        return items
     trainable = trainable_per_document(batch)
     return trainable.sum() if loss == "token" else (trainable > 0).sum()
 

@@ -101,7 +101,7 @@ class Predictions:
 
     def begin(self, batch: Batch) -> None:
         """Note the micro-batch that this rank is about to run; all ranks call this together."""
-        documents = self.accelerator.gather(documents_in(batch)[None])
+        documents = self.accelerator.gather(micro_batch_counts([batch], "token")[:, _DOCUMENTS])
         self.documents = self.documents + documents.sum()
         self.counted = [True] if len(documents) == 1 else (documents > 0).tolist()
 
