@@ -10,7 +10,6 @@ returns a value for every token makes these rows.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -233,13 +232,10 @@ class SegmentedForward(ReplacedForward):
         with ExitStack() as stack:
             for name, result in {**ahead, **dict.fromkeys(self.plan.after.values())}.items():
                 inner = self.module.get_submodule(name)
-                stack.enter_context(temporarily(inner, forward=partial(_known_result, result)))
+                stack.enter_context(
+                    temporarily(inner, forward=lambda value, known=result: value if known is None else known)
+                )
             yield
-
-
-def _known_result(result: Tensor | None, value: Tensor) -> Tensor:
-    """Return the result of a module that is known or, if it is None, the input of the module."""
-    return value if result is None else result
 
 
 def _do_nothing(*_: Any) -> None:

@@ -377,12 +377,12 @@ class BatchCase(StepCase):
         trainer: the attached trainer.
         model: the model as it is trained, with the wrappers of accelerate.
         inputs: what the trainer computes the loss of.
-        options: further arguments of `compute_loss`.
+        items: the num_items_in_batch with which it does.
     """
 
-    def __init__(self, trainer: Any, model: nn.Module, inputs: Batch, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, model: nn.Module, inputs: Batch, items: Any) -> None:
         self.stock, self.model, self.runner = without_attach(trainer), model, _runner_of(trainer, model)
-        self.inputs, self.options = inputs, options
+        self.inputs, self.items = inputs, items
 
     def choose(self, without_padding: bool) -> Batch | None:
         return _without_padding(self.inputs) if without_padding else self.inputs
@@ -392,7 +392,7 @@ class BatchCase(StepCase):
 
     def unpacked(self, of: Any, padding: int) -> Callable[[], Tensor]:
         inputs = _with_padding(of, padding)
-        return lambda: copy.copy(self.stock).compute_loss(self.model, dict(inputs), **self.options)
+        return lambda: copy.copy(self.stock).compute_loss(self.model, dict(inputs), num_items_in_batch=self.items)
 
     def sizes(self, of: Any) -> tuple[int, int, int]:
         masks = [each for name, each in of.items() if name.endswith(ATTENTION_MASK)]

@@ -267,15 +267,14 @@ class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **named: Any) -> Any:
         if (proof := self.attached.first_batch_proof) is not None and model.training:
-            named_items = {name: each for name, each in named.items() if name == ITEMS}
-            proof.check_step("training", lambda: self.step_case(model, inputs, **named_items))
+            proof.check_step("training", lambda: self.step_case(model, inputs, named.get(ITEMS)))
         return super().compute_loss(model, inputs, *args, **named)
 
-    def step_case(self, model: nn.Module, inputs: Batch | None, **options: Any) -> BatchCase:
+    def step_case(self, model: nn.Module, inputs: Batch | None, items: Any = None) -> BatchCase:
         """Return the case of a proof of the step on a batch, as the trainer computes the loss of it."""
         if inputs is None:
             inputs = next(iter(self.get_train_dataloader()))
-        return BatchCase(self, model, inputs, options)
+        return BatchCase(self, model, inputs, items)
 
 
 @contextmanager
