@@ -23,9 +23,12 @@ LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
 model of width 2048."""
 
-_SHARE = 1 / 3
-"""The largest part of a document, as a share of the mean work of a rank. Larger parts leave ranks less evenly busy, and
-smaller ones split more documents, so that more tokens are exchanged (`benchmarks/long_documents.py`)."""
+_SHARES = (1.0, 0.5, 0.25, 0.1)
+"""A document stays whole if its work is at most this share of the mean work of a rank. If the layout is then uneven,
+the next share is tried. The fewer documents are split, the fewer tokens are exchanged."""
+
+_EVEN = 0.98
+"""A layout is even enough if the mean work of its ranks is at least this share of the largest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +116,24 @@ def lay_out(
     row = np.asarray(lengths, dtype=np.int64)
     assert row.min() > 0
     assert row.sum() <= ranks * max_tokens
+    for share in _SHARES:
+        pieces, work = _place(row, ranks, max_tokens, linear_cost, share)
+        if sum(work) >= _EVEN * ranks * max(work):
+            break
+    rank, document, start, end = np.array(sorted(pieces), dtype=np.int64).T
+    return RankLayout(row, Pieces(document, start, end - start), rank, ranks)
+
+
+def _place(
+    row: IntArray, ranks: int, max_tokens: int, linear_cost: float, share: float
+) -> tuple[list[tuple[int, int, int, int]], list[float]]:
+    """Place the documents of a row, and split those whose work is more than a share of the mean work of a rank.
+
+    Returns:
+        The pieces (rank, document, start, end), in any order, and the work of each rank.
+    """
     cost = linear_cost * row + row * row
-    parts_by_cost = np.ceil(cost * ranks / (cost.sum() * _SHARE))
+    parts_by_cost = np.ceil(cost * ranks / (cost.sum() * share))
     room, work, pieces = [max_tokens] * ranks, [0.0] * ranks, []
     for document in np.argsort(-row, kind="stable").tolist():
         length, parts = int(row[document]), range(1, 2)
@@ -132,8 +151,7 @@ def lay_out(
             pieces.append((rank, document, start, end))
             room[rank] -= end - start
             work[rank] += linear_cost * (end - start) + end * end - start * start
-    rank_of, document_of, start_of, end_of = np.array(sorted(pieces), dtype=np.int64).T
-    return RankLayout(row, Pieces(document_of, start_of, end_of - start_of), rank_of, ranks)
+    return pieces, work
 
 
 def _zigzag(ranks: list[int], length: int) -> list[tuple[int, int, int]]:
