@@ -9,8 +9,7 @@ from hf_packing.errors import PackingError
 from hf_packing.text.render import (
     LACKS_TEXT,
     BadRowError,
-    Message,
-    Settings,
+    Fields,
     check_begins_with,
     is_trained_on,
     lacks_text,
@@ -128,7 +127,7 @@ class _Turn(NamedTuple):
     """What users should know of the turn."""
 
 
-def _turns_of(texts: TextTokenizer, row: Mapping[str, Any], settings: Settings, remarks: Counter[str]) -> list[_Turn]:
+def _turns_of(texts: TextTokenizer, row: Fields, settings: Fields, remarks: Counter[str]) -> list[_Turn]:
     """Return the assistant turns of a row, and add to the remarks on rows."""
     _, before, after = texts.parts_of(row)
     prompt = messages_of(before or [])
@@ -145,7 +144,7 @@ def _turns_of(texts: TextTokenizer, row: Mapping[str, Any], settings: Settings, 
     return turns
 
 
-def _turn_of(texts: TextTokenizer, messages: Sequence[Message], settings: Settings) -> _Turn:
+def _turn_of(texts: TextTokenizer, messages: Sequence[Fields], settings: Fields) -> _Turn:
     """Return the last of some messages as a turn.
 
     Raises:

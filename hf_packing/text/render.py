@@ -33,9 +33,8 @@ CHATML = (
 )
 """The chat template for a tokenizer that has none. Tools are written as JSON, in a system message at the beginning."""
 
-Message = Mapping[str, Any]
-Settings = Mapping[str, Any]
-"""Arguments that a row passes to the chat template: `tools`, and the content of `chat_template_kwargs`."""
+Fields = Mapping[str, Any]
+"""Values by name: a row, a message, or arguments for the chat template."""
 Span = tuple[int, int]
 """A part of a text, as a slice (start, stop) of characters."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -122,7 +121,7 @@ class Renderer:
             ) from None
 
     def write(
-        self, messages: Sequence[Message], settings: Settings, ask: bool = False, for_training: bool = False
+        self, messages: Sequence[Fields], settings: Fields, ask: bool = False, for_training: bool = False
     ) -> tuple[str, list[Span] | None]:
         """Return a chat as text, if `ask` with the generation prompt, and the parts that the template marks.
 
@@ -150,7 +149,7 @@ class Renderer:
                 ) from None
         return text, spans[0] if marked else None
 
-    def parts_of(self, row: Mapping[str, Any]) -> tuple[list[str], Any, Any]:
+    def parts_of(self, row: Fields) -> tuple[list[str], Any, Any]:
         """Return the fields that a row has, its prompt, empty if it has none, and what follows, of the first field."""
         given = {name: value for name, value in row.items() if value is not None}
         if "completion" not in given:
@@ -170,7 +169,7 @@ class Renderer:
             )
         return (found, given["prompt"], given["completion"]) if found[0] == "prompt" else (found, "", given[found[0]])
 
-    def render(self, row: Mapping[str, Any]) -> Rendered:
+    def render(self, row: Fields) -> Rendered:
         """Return the text of a row, and the parts of the text that are trained on.
 
         Raises:
@@ -204,7 +203,7 @@ class Renderer:
             raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
         return rendered
 
-    def _render_chat(self, messages: Sequence[Message], prompt: int, settings: Settings, train_on: str) -> Rendered:
+    def _render_chat(self, messages: Sequence[Fields], prompt: int, settings: Fields, train_on: str) -> Rendered:
         """Return the text of a chat, and its parts that are trained on; the first `prompt` messages are the prompt."""
         if prompt == len(messages):
             raise BadRowError("expected at least one message, got an empty list")
@@ -228,14 +227,14 @@ class Renderer:
         lacks = any(lacks_text(messages[turn], after) for turn in turns)
         return Rendered(text, before, trained, complete=True, remarks=(LACKS_TEXT,) * lacks)
 
-    def _spans_of(self, text: str, messages: Sequence[Message], turns: Sequence[int], settings: Settings) -> list[Span]:
+    def _spans_of(self, text: str, messages: Sequence[Fields], turns: Sequence[int], settings: Fields) -> list[Span]:
         """Return the parts of a text that the training template adds for turns to the earlier messages.
 
         So that long chats take linear time, each part is first looked for as what the template adds to the messages
         through the first turn.
         """
         spans: list[Span] = []
-        first: Sequence[Message] = ()
+        first: Sequence[Fields] = ()
         opened, done, end = "", 0, 0
 
         def edge(stop: int, ask: bool) -> int:
@@ -270,7 +269,7 @@ def check_begins_with(text: str, before: str, number: int) -> None:
         )
 
 
-def is_trained_on(message: Message) -> bool:
+def is_trained_on(message: Fields) -> bool:
     """Return whether a message says nothing else by the fields of OpenAI, axolotl, torchtune and LLaMA-Factory."""
     weight = message.get("weight")
     if weight not in (None, 0, 1):
@@ -279,7 +278,7 @@ def is_trained_on(message: Message) -> bool:
     return not skipped
 
 
-def lacks_text(message: Message, text: str) -> bool:
+def lacks_text(message: Fields, text: str) -> bool:
     """Return whether a text, as a chat template writes it, lacks content, thinking, or names of called tools."""
     content = message.get("content")
     expected = [str(content or "").rpartition(_END_OF_THINKING)[2]]
@@ -290,13 +289,13 @@ def lacks_text(message: Message, text: str) -> bool:
     return any(part.strip() not in text for part in expected)
 
 
-def messages_of(value: Any) -> list[Message]:
+def messages_of(value: Any) -> list[Fields]:
     """Return the messages of a chat, also of ShareGPT's form; raise BadRowError if the value is something else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         got = f"{type(value).__name__}: {str(value)[:40]}"
         hint = "; map needs batched=True" if isinstance(value, Mapping) else ""
         raise BadRowError(f"expected text or a list of messages, got {got}{hint}")
-    messages: list[Message] = []
+    messages: list[Fields] = []
     for number, given in enumerate(value):
         message = dict(given) if isinstance(given, Mapping) else {}
         if "role" not in message:
@@ -315,7 +314,7 @@ def messages_of(value: Any) -> list[Message]:
     return messages
 
 
-def settings_of(row: Mapping[str, Any]) -> Settings:
+def settings_of(row: Fields) -> Fields:
     """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL."""
     tools = row.get("tools")
     try:
@@ -347,7 +346,7 @@ def without_added_nulls(value: Any, feature: Any) -> Any:
     return value
 
 
-def with_parsed_arguments(messages: Sequence[Message]) -> list[Message]:
+def with_parsed_arguments(messages: Sequence[Fields]) -> list[Fields]:
     """Return messages whose tool calls have arguments as mappings, which templates expect, also if they were JSON."""
     parsed = [
         {**each, "tool_calls": deepcopy(each.get("tool_calls"))} if each.get("tool_calls") else each
