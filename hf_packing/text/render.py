@@ -138,16 +138,14 @@ class Renderer:
         marked = _MARKS.search(source) is not None
         options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": source}
         options |= {"add_generation_prompt": ask, "return_assistant_tokens_mask": marked}
-        try:
-            (text,), spans = render_jinja_template([with_parsed_arguments(messages)], **options)
-        except Exception:  # templates may raise anything
-            try:  # as DeepSeek's, which join arguments to text
-                (text,), spans = render_jinja_template([messages], **options)
-            except Exception as error:
-                raise BadRowError(
-                    f"expected messages that the chat template accepts, got the error: {reason_of(error)}"
-                ) from None
-        return text, spans[0] if marked else None
+        reason = ""
+        for chat in with_parsed_arguments(messages), messages:  # some templates, as DeepSeek's, join arguments to text
+            try:
+                (text,), spans = render_jinja_template([chat], **options)
+                return text, spans[0] if marked else None
+            except Exception as error:  # templates may raise anything
+                reason = reason_of(error)
+        raise BadRowError(f"expected messages that the chat template accepts, got the error: {reason}")
 
     def parts_of(self, row: Fields) -> tuple[list[str], Any, Any]:
         """Return the fields that a row has, its prompt, empty if it has none, and what follows, of the first field."""
@@ -274,8 +272,7 @@ def is_trained_on(message: Fields) -> bool:
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise BadRowError(f"weight: expected 0 or 1 in a message, got {weight!r}")
-    skipped = weight == 0 or message.get("masked") or False in (message.get("train"), message.get("trainable"))
-    return not skipped
+    return False not in (weight, message.get("train"), message.get("trainable"), not message.get("masked"))
 
 
 def lacks_text(message: Fields, text: str) -> bool:
@@ -348,10 +345,7 @@ def without_added_nulls(value: Any, feature: Any) -> Any:
 
 def with_parsed_arguments(messages: Sequence[Fields]) -> list[Fields]:
     """Return messages whose tool calls have arguments as mappings, which templates expect, also if they were JSON."""
-    parsed = [
-        {**each, "tool_calls": deepcopy(each.get("tool_calls"))} if each.get("tool_calls") else each
-        for each in messages
-    ]
+    parsed = deepcopy([*messages])
     for message in parsed:
         for call in message.get("tool_calls") or []:
             function = call.get("function", call)
