@@ -42,8 +42,6 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
 LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
-_SHAREGPT = {"from": "role", "value": "content"}
-"""Names of fields in ShareGPT's messages, and in those of chat templates."""
 _END_OF_THINKING = "</think>"
 """Where thinking ends that is part of the content. Templates write it in their own way."""
 _MOST_OF_A_REASON = 1000
@@ -288,26 +286,32 @@ def lacks_text(message: Fields, text: str) -> bool:
 
 def messages_of(value: Any) -> list[Fields]:
     """Return the messages of a chat, also of ShareGPT's form; raise BadRowError if the value is something else."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        got = f"{type(value).__name__}: {str(value)[:40]}"
+    if not isinstance(value, list):
         hint = "; map needs batched=True" if isinstance(value, Mapping) else ""
-        raise BadRowError(f"expected text or a list of messages, got {got}{hint}")
+        raise BadRowError(f"expected text or a list of messages, got {type(value).__name__}: {str(value)[:40]}{hint}")
     messages: list[Fields] = []
-    for number, given in enumerate(value):
-        message = dict(given) if isinstance(given, Mapping) else {}
-        if "role" not in message:
-            message = {_SHAREGPT.get(name, name): each for name, each in message.items()}
-        if "role" not in message or not message.keys() & {"content", "tool_calls"}:
-            raise BadRowError(f"expected messages with a role, and with content or tool_calls, got {str(given)[:40]}")
-        if message["role"] in ("human", "gpt"):
-            raise BadRowError(
-                f"message {number}: expected a role of the chat template, such as user or assistant, got "
-                f"{message['role']!r}; rename the roles"
-            )
-        for part in texts if isinstance(texts := message.get("content"), list) else []:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise BadRowError(f"message {number}: expected text, got a part for a processor: {str(part)[:40]}")
-        messages.append(message)
+    for number, message in enumerate(value):
+        match message:
+            case {"role": "human" | "gpt" as role} | {"from": "human" | "gpt" as role}:
+                raise BadRowError(
+                    f"message {number}: expected a role of the chat template, such as user or assistant, got {role!r}; "
+                    "rename the roles"
+                )
+            case {"role": _, "content": _} | {"role": _, "tool_calls": _}:
+                messages.append(message)
+            case {"from": role, "value": content, **others}:
+                messages.append({"role": role, "content": content, **others})
+            case _:
+                raise BadRowError(
+                    f"message {number}: expected messages with a role, and with content or tool_calls, got "
+                    f"{str(message)[:40]}"
+                )
+        for part in texts if isinstance(texts := messages[-1].get("content"), list) else []:
+            match part:
+                case {"text": str()}:
+                    pass
+                case _:
+                    raise BadRowError(f"message {number}: expected text, got a part for a processor: {str(part)[:40]}")
     return messages
 
 
