@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
@@ -109,10 +108,11 @@ class TextTokenizer(Renderer):
 
     def _num_shared(self, document: Rendered, beginning: str, ids: list[int]) -> int:
         """Return the number of tokens that a document shares with its beginning, tokenized alone."""
-        alone = self.encode([beginning], document.complete)
-        within = np.flatnonzero(~np.array(alone["special_tokens_mask"][0], dtype=bool))
-        # the special tokens at the end are not in the document
-        return num_shared(ids, alone[INPUT_IDS][0][: within[-1] + 1] if len(within) else alone[INPUT_IDS][0])
+        encoded = self.encode([beginning], document.complete)
+        alone, added = encoded[INPUT_IDS][0], encoded["special_tokens_mask"][0]
+        if 0 in added:  # the special tokens at the end are not in the document
+            del alone[len(added) - added[::-1].index(0) :]
+        return num_shared(ids, alone)
 
     def encode(self, texts: list[str], complete: bool = True, with_offsets: bool = False) -> Mapping[str, Any]:
         """Return what the tokenizer makes of texts. Chats get no special tokens, since templates have written them."""
