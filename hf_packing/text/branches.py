@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
@@ -16,7 +18,7 @@ from hf_packing.text.render import (
     messages_of,
     settings_of,
 )
-from hf_packing.text.tokenize import TextTokenizer, rows_of_batch, warn_of
+from hf_packing.text.tokenize import TextTokenizer, refuse, rows_of_batch, usable, warn_of
 from hf_packing.versions import versioned
 
 _OPENING = "open with an assistant turn, which is not trained on"
@@ -31,7 +33,7 @@ def branches(
     conversations: Any,
     tokenizer: Any,
     *,
-    column: str | None = None,
+    text_field: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     skip_bad: bool = False,
 ) -> dict[str, list[list[int]]]:
@@ -49,7 +51,7 @@ def branches(
             to lists. Of `prompt` and `completion`, only assistant turns of the completion make documents. The columns
             `tools` and `chat_template_kwargs` are passed to the chat template, as in TRL.
         tokenizer: a tokenizer of transformers with a chat template.
-        column: name of the column with the conversations; None for the first that a row has of `prompt` and
+        text_field: name of the column with the conversations; None for the first that a row has of `prompt` and
             `completion`, `messages`, and `conversations`.
         chat_template_kwargs: arguments for the chat template, such as `{"enable_thinking": False}`. The row's own
             arguments take precedence.
@@ -91,20 +93,12 @@ def branches(
             f"tokenizer: expected a tokenizer with a chat template, got {type(tokenizer).__name__}; set "
             "tokenizer.chat_template, or pass the tokenizer of a processor"
         )
-    texts = TextTokenizer(tokenizer, text_field=column)
+    texts = TextTokenizer(tokenizer, text_field=text_field)
     is_batch = isinstance(conversations, Mapping)
-    rows = rows_of_batch(conversations) if is_batch else [{column or "messages": conversations}]
-    turns: list[_Turn] = []
-    of_rows: Counter[str] = Counter()
-    reasons = []
-    for number, row in enumerate(rows):
-        try:
-            turns += _turns_of(texts, row, chat_template_kwargs or {}, of_rows)
-        except BadRowError as error:
-            reason = str(error).replace("text_field names", "column names")
-            reasons.append(f"row {number} of the batch, {reason}" if is_batch else reason)
-            if not skip_bad:
-                raise BadRowError(reasons[0]) from None
+    rows = rows_of_batch(conversations if is_batch else {text_field or "messages": [conversations]})
+    of_rows, reasons = Counter[str](), list[str]()
+    turns_of = partial(_turns_of, texts, chat_template_kwargs or {}, of_rows)
+    turns = [*chain(*usable(rows, turns_of, reasons.append if skip_bad else refuse))]
     if reasons:
         of_rows[f"cannot be used and are left out, the first because of {reasons[0]}"] = len(reasons)
     warn_of(of_rows, "branches", f"{len(rows):,} conversations")
@@ -127,7 +121,7 @@ class _Turn(NamedTuple):
     """What users should know of the turn."""
 
 
-def _turns_of(texts: TextTokenizer, row: Fields, settings: Fields, remarks: Counter[str]) -> list[_Turn]:
+def _turns_of(texts: TextTokenizer, settings: Fields, remarks: Counter[str], row: Fields) -> list[_Turn]:
     """Return the assistant turns of a row, and add to the remarks on rows."""
     _, before, after = texts.parts_of(row)
     prompt = messages_of(before or [])

@@ -26,8 +26,8 @@ from datasets.data_files import DataFilesList
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.files import file_system
-from hf_packing.text.render import BadRowError, Rendered, reason_of, without_added_nulls
-from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer
+from hf_packing.text.render import Rendered, reason_of, without_added_nulls
+from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer, usable
 
 _Rows = Iterable[tuple[str, dict[str, Any]]]
 """Rows with their places, such as ("a.jsonl, line 3", {"text": "..."})."""
@@ -122,26 +122,18 @@ class Documents:
             raise PackingError(
                 f"tokenizer: expected one for documents with {', '.join(names) or 'no fields'}, got none"
             )
-        tokenizer.remarks.clear()
         schema = TOKEN_COLUMNS.arrow_schema
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             for block in self._blocks(chain(first, rows), tokenizer):
-                tokens = dict(zip(schema.names, tokenizer.tokens(block), strict=True))
-                stream.write_table(pa.table(tokens, schema=schema))
+                stream.write_table(pa.table(tokenizer.tokens(block, self.remarks), schema=schema))
                 seen(len(block))
-        self.remarks = tokenizer.remarks.copy()
         return datasets.Dataset.from_file(str(file))
 
     def _blocks(self, rows: _Rows, tokenizer: TextTokenizer) -> Iterator[list[Rendered]]:
         """Yield lists of rendered documents, large enough to keep all threads of the tokenizer busy."""
         block: list[Rendered] = []
         size = 0
-        for place, row in rows:
-            try:
-                document = tokenizer.render(row)
-            except BadRowError as error:
-                self._leave_out(f"{place}: {error}")
-                continue
+        for document in usable(rows, tokenizer.render, self._leave_out):
             block.append(document)
             size += len(document.text)
             if size >= _CHARACTERS_AT_ONCE:

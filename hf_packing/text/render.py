@@ -191,7 +191,8 @@ class Renderer:
             masked = before if train_on == "completion" else None
             rendered = Rendered(before + after, masked, ends="text" not in others)
         if others:
-            taken = f"have {' and '.join([kind, *others])}, of which {kind} is taken; text_field names another field"
+            without = " without an end-of-sequence token, as by SFTTrainer" * (not rendered.ends)
+            taken = f"have {' and '.join([kind, *others])}, of which {kind} is taken{without}; text_field names another"
             rendered = rendered._replace(remarks=(*rendered.remarks, taken))
         try:
             rendered.text.encode()
@@ -289,7 +290,7 @@ def messages_of(value: Any) -> list[Fields]:
     if not isinstance(value, list):
         hint = "; map needs batched=True" if isinstance(value, Mapping) else ""
         raise BadRowError(f"expected text or a list of messages, got {type(value).__name__}: {str(value)[:40]}{hint}")
-    messages: list[Fields] = []
+    messages: list[Any] = []
     for number, message in enumerate(value):
         match message:
             case {"role": "human" | "gpt" as role} | {"from": "human" | "gpt" as role}:

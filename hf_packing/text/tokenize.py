@@ -11,12 +11,12 @@ decided as in TRL, so that labels are equal:
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, groupby, repeat
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 
@@ -25,31 +25,22 @@ from hf_packing.errors import PackingError
 from hf_packing.text.render import (
     TRAIN_ON,
     BadRowError,
+    Fields,
     Rendered,
     Renderer,
     num_shared,
     reason_of,
     without_added_nulls,
 )
-from hf_packing.versions import versioned, versions
+from hf_packing.versions import versioned
 
 TOKEN_COLUMNS = datasets.Features(
     {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
 )
-_STREAMS = (datasets.IterableDataset, datasets.IterableDatasetDict)
-_DICTS = (datasets.DatasetDict, datasets.IterableDatasetDict)
+_Made = TypeVar("_Made")
 
-Tokens = tuple[list[list[int]], list[list[int]]]
-"""The input_ids and the labels of documents."""
-
-
-UNTRAINED = "have no token to train on"
-NO_END = "end without an end-of-sequence token, since the tokenizer has none"
-TEXT_BESIDE = "end without an end-of-sequence token, as in SFTTrainer, since a field text stands beside the completion"
-TWICE = (
-    "have the tokenizer's special tokens twice at an end, since their text begins or ends with them already; "
-    "add_special_tokens=False adds none"
-)
+Tokens = dict[str, list[list[int]]]
+"""The columns input_ids and labels of documents."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +51,32 @@ class TextTokenizer(Renderer):
     """Whether texts end with the end-of-sequence token, if there is one. Chat templates write their own."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to texts."""
-    remarks: Counter[str] = field(default_factory=Counter)
-    """What users should know of rows, and of how many of them."""
 
-    def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
-        """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
-        input_ids, labels = [], []
-        last = self.tokenizer.eos_token_id
+    def tokens(self, rendered: Sequence[Rendered], remarks: Counter[str]) -> Tokens:
+        """Return documents, with labels of -100 at tokens that are not trained on, and add to the remarks on rows."""
+        tokens: Tokens = {INPUT_IDS: [], LABELS: []}
+        eos = self.tokenizer.eos_token_id
+        last = [] if eos is None else [eos]
         for complete, group in groupby(rendered, attrgetter("complete")):
             documents = list(group)
             encoded = self.encode([each.text for each in documents], complete, complete)
-            for number, document in enumerate(documents):
-                ids, added = encoded[INPUT_IDS][number], encoded["special_tokens_mask"][number]
-                offsets = encoded["offset_mapping"][number] if "offset_mapping" in encoded else []
-                trained = self._labels(document, ids, offsets)
+            offsets = encoded.get("offset_mapping", repeat([]))
+            parts = zip(documents, encoded[INPUT_IDS], encoded["special_tokens_mask"], offsets, strict=False)
+            for document, ids, added, places in parts:
                 wanted = self.end_documents and not complete
-                end = [last] if wanted and document.ends and last is not None and ids[-1:] != [last] else []
+                end = last if wanted and document.ends and ids[-1:] != last else []
+                labels = [*self._labels(document, ids, places), *end]
                 said = {
-                    TWICE: len(ids) > 1 and ((ids[0] == ids[1] and added[0]) or (ids[-1] == ids[-2] and added[-1])),
-                    NO_END: wanted and last is None,
-                    TEXT_BESIDE: wanted and not document.ends,
-                    UNTRAINED: not any(label >= 0 for label in [*trained, *end][1:]),
+                    "have the tokenizer's special tokens twice at an end, since their text begins or ends with them "
+                    "already; add_special_tokens=False adds none": len(ids) > 1
+                    and ((ids[0] == ids[1] and added[0]) or (ids[-1] == ids[-2] and added[-1])),
+                    "end without an end-of-sequence token, since the tokenizer has none": wanted and not last,
+                    "have no token to train on": {*labels[1:]} <= {IGNORED_LABEL},
                 }
-                self.remarks.update([*document.remarks, *(remark for remark, holds in said.items() if holds)])
-                input_ids.append([*ids, *end])
-                labels.append([*trained, *end])
-        return input_ids, labels
+                remarks.update([*document.remarks, *compress(said, said.values())])
+                tokens[INPUT_IDS].append([*ids, *end])
+                tokens[LABELS].append(labels)
+        return tokens
 
     def _labels(self, document: Rendered, ids: list[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
         """Return the labels of a document."""
@@ -98,8 +89,6 @@ class TextTokenizer(Renderer):
                 end = bisect_left(offsets, stop, key=itemgetter(0))
             else:
                 begin, end = (self._num_shared(document, document.text[:edge], ids) for edge in (first, stop))
-            if stop == len(document.text):  # with the tokens that the tokenizer adds
-                end = len(ids)
             labels[begin:end] = ids[begin:end]
         if document.prompt is not None:
             shared = self._num_shared(document, document.prompt, ids)
@@ -242,11 +231,10 @@ def tokenize(
         "chat_template": chat_template,
         "add_special_tokens": add_special_tokens,
     }
-    if isinstance(dataset, _DICTS):
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})
-    if not isinstance(dataset, (datasets.Dataset, *_STREAMS)):
+    if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         return _tokens_of(dataset, **options)
-    options["versions"] = versions()
     settings = {"batched": True, "fn_kwargs": options, "features": TOKEN_COLUMNS}
     if isinstance(dataset, datasets.IterableDataset):  # without the numbers of its rows, so that its shards stay apart
         names = dataset.column_names or list(next(iter(dataset), {}))
@@ -263,30 +251,39 @@ def tokenize(
     )
 
 
-def _tokens_of(
-    batch: Mapping[str, Sequence[Any]],
-    numbers: Sequence[int] | None = None,
-    versions: object = None,  # noqa: ARG001  # the key of a cached result depends on it
-    **options: Any,
-) -> dict[str, list[list[int]]]:
+@versioned
+def _tokens_of(batch: Any, numbers: Sequence[int] | None = None, **options: Any) -> Tokens:
     """Return the tokens and labels of a batch of rows; `numbers` are those of the rows in the dataset."""
-    rows, texts, rendered = rows_of_batch(batch), TextTokenizer(**options), []
-    for number, row in enumerate(rows):
-        try:
-            rendered.append(texts.render(row))
-        except BadRowError as error:
-            place = f"row {number} of the batch" if numbers is None else f"row {numbers[number]}"
-            raise PackingError(f"{place}: {error}") from None
-    input_ids, labels = texts.tokens(rendered)
-    warn_of(texts.remarks, "tokenize", f"{len(rows):,} rows")
-    return {INPUT_IDS: input_ids, LABELS: labels}
+    texts, remarks = TextTokenizer(**options), Counter[str]()
+    rows = rows_of_batch(batch, numbers)
+    tokens = texts.tokens([*usable(rows, texts.render)], remarks)
+    warn_of(remarks, "tokenize", f"{len(rows):,} rows")
+    return tokens
 
 
-def rows_of_batch(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch, of `Dataset.map` without the fields that Arrow has added."""
+def rows_of_batch(batch: Any, numbers: Sequence[int] | None = None) -> list[tuple[str, Fields]]:
+    """Return the rows of a batch with their places, of `Dataset.map` without the fields that Arrow has added."""
     if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
         raise PackingError(
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
         )
     features = getattr(getattr(batch, "formatter", None), "features", None)
-    return [without_added_nulls(row, features) for row in rows_of(batch)]
+    rows = [without_added_nulls(row, features) for row in rows_of(batch)]
+    places = map("row {}".format, numbers) if numbers else map("row {} of the batch".format, range(len(rows)))
+    return [*zip(places, rows, strict=True)]
+
+
+def refuse(why: str) -> None:
+    """Raise an error for a row that cannot be used."""
+    raise PackingError(why)
+
+
+def usable(
+    rows: Iterable[tuple[str, Fields]], use: Callable[[Fields], _Made], leave_out: Callable[[str], None] = refuse
+) -> Iterator[_Made]:
+    """Yield what is made of rows, but for rows that cannot be used, which are given up with place and reason."""
+    for place, row in rows:
+        try:
+            yield use(row)
+        except BadRowError as error:
+            leave_out(f"{place}: {error}")

@@ -11,6 +11,7 @@ import random
 import re
 import warnings
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -256,7 +257,8 @@ def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path, words)
     words.backend_tokenizer.enable_padding(length=9)
     words.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer = TextTokenizer(load_tokenizer(str(tmp_path / "tokenizer.json")))
-    assert tokenizer.tokens([Rendered("one two three")]) == ([[2, 3, 4]], [[2, 3, 4]])
+    tokens = tokenizer.tokens([Rendered("one two three")], Counter())
+    assert tokens == {"input_ids": [[2, 3, 4]], "labels": [[2, 3, 4]]}
 
 
 def test_tokenizers_in_python_and_those_that_leave_characters_out():
@@ -267,9 +269,9 @@ def test_tokenizers_in_python_and_those_that_leave_characters_out():
         found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
     assert found == {"input_ids": [[0, 1, 2, 3, 4, 0]], "labels": [[-100, -100, -100, 3, 4, 0]]}
     tokenizer = TextTokenizer(Spelled(), separator="\n")
-    tokens = tokenizer.tokens([tokenizer.render({"prompt": "ab", "completion": "c"})])
-    assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
-    assert TextTokenizer(Spelled()).tokens([Rendered("a")])[0] == [list(map(ord, "<a>"))]
+    tokens = tokenizer.tokens([tokenizer.render({"prompt": "ab", "completion": "c"})], Counter())
+    assert tokens == {"input_ids": [list(map(ord, "<ab\nc>"))], "labels": [[*[-100] * 4, ord("c"), ord(">")]]}
+    assert TextTokenizer(Spelled()).tokens([Rendered("a")], Counter())["input_ids"] == [list(map(ord, "<a>"))]
 
 
 @pytest.mark.parametrize(
@@ -700,7 +702,7 @@ def test_templates_of_published_models(name):
         {**each, "thinking": each["reasoning_content"]} if "reasoning_content" in each else each for each in CHAT
     ]
     if name.removesuffix("_training") in REFUSED_TEMPLATES:
-        with pytest.raises(hfp.PackingError, match="^message 1: expected "):
+        with pytest.raises(hfp.PackingError, match="^row 0 of the batch: message 1: expected "):
             hfp.branches(messages, tokenizer)
         return
     if "nothink" in name:
@@ -750,7 +752,7 @@ def test_turns_of_the_completion_alone_and_through_map():
         [{"id": n, "chat": [{"role": "user", "content": "one"}, *CHAT[1 : 2 * n]]} for n in (1, 2, 2, 1)]
     )
     options = {"batched": True, "batch_size": 3, "remove_columns": rows.column_names}
-    options["fn_kwargs"] = {"tokenizer": tokenizer, "column": "chat"}
+    options["fn_kwargs"] = {"tokenizer": tokenizer, "text_field": "chat"}
     documents = rows.map(hfp.branches, **options)
     assert documents.column_names == ["input_ids", "labels"]
     assert len(documents) == 6
@@ -808,17 +810,21 @@ PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is 
 @pytest.mark.parametrize(
     ("template", "conversations", "named"),
     [
-        ("alternating", [user("one"), user("two"), assistant("")], "message 2: .*roles must alternate"),
-        ("alternating", [WITH_TOOLS[0], *CHAT], "message 2: .*roles must alternate"),
-        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "row 1 of the batch, message 0: .*'image'"),
-        ("chatml", {"messages": [["one"]]}, "row 0 of the batch, .*role"),
-        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "row 0 of the batch, .*tools"),
-        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "row 0 of the batch, .*list of messages"),
+        (
+            "alternating",
+            [user("one"), user("two"), assistant("")],
+            "row 0 of the batch: message 2: .*roles must alternate",
+        ),
+        ("alternating", [WITH_TOOLS[0], *CHAT], "row 0 of the batch: message 2: .*roles must alternate"),
+        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "row 1 of the batch: message 0: .*'image'"),
+        ("chatml", {"messages": [["one"]]}, "row 0 of the batch: .*role"),
+        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "row 0 of the batch: .*tools"),
+        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "row 0 of the batch: .*list of messages"),
         ("chatml", {"prompt": "one", "completion": "two"}, "dataset: .*batched=True"),
-        ("chatml", {"messages": CHAT}, "row 0 of the batch, .*got dict.* batched=True"),
-        ("chatml", {"text": ["one"]}, "row 0 of the batch, expected text or a list of messages, got str"),
-        ("chatml", {"prompt": [CHAT]}, "row 0 of the batch, expected prompt and completion.* got the fields prompt"),
-        ("chatml", "one", "expected text or a list of messages, got str"),
+        ("chatml", {"messages": CHAT}, "row 0 of the batch: .*got dict.* batched=True"),
+        ("chatml", {"text": ["one"]}, "row 0 of the batch: expected text or a list of messages, got str"),
+        ("chatml", {"prompt": [CHAT]}, "row 0 of the batch: expected prompt and completion.* got the fields prompt"),
+        ("chatml", "one", "row 0 of the batch: expected text or a list of messages, got str"),
     ],
 )
 def test_refused_conversations(template, conversations, named):
@@ -849,9 +855,9 @@ def test_turns_that_cannot_stand_apart_from_their_prompt_are_refused():
 def test_bad_conversations_are_left_out_and_tokenizers_without_a_template_refused():
     tokenizer = TOKENIZERS["alternating"]
     batch = {"messages": [PLAIN, [user("one"), *PLAIN], [assistant("one")] * 3, PLAIN[:2]]}
-    with pytest.raises(hfp.PackingError, match="^row 1 of the batch, message 2: "):
+    with pytest.raises(hfp.PackingError, match="^row 1 of the batch: message 2: "):
         hfp.branches(batch, tokenizer)
-    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* row 1 of the batch, message 2: "):
+    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* row 1 of the batch: message 2: "):
         documents = hfp.branches(batch, tokenizer, skip_bad=True)
     assert documents == hfp.branches({"messages": [PLAIN, PLAIN[:2]]}, tokenizer)
     for tokenizer in tokenizer_with(None), object():
