@@ -8,20 +8,18 @@ is read with `datasets`. The tokens of texts and chats take 8 bytes on disk for 
 
 import io
 import json
-import lzma
 import os
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from glob import escape
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets.data_files import DataFilesList
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
@@ -29,23 +27,19 @@ from hf_packing.files import file_system
 from hf_packing.text.render import Rendered, reason_of, without_added_nulls
 from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer, usable
 
-_Rows = Iterable[tuple[str, dict[str, Any]]]
-"""Rows with their places, such as ("a.jsonl, line 3", {"text": "..."})."""
-
 _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 """Kinds of files by suffix. Files with another suffix are text."""
 _OF_LINES = ".txt"
+_BEFORE_ARRAYS = b"\xef\xbb\xbf \t\r\n"
+"""What may stand before a JSON array: a byte order mark and blanks."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_BUILDERS: dict[str, dict[str, Any]] = {
-    _JSON: {"path": "json"},
-    "parquet": {"path": "parquet"},
-    "arrow": {"path": "arrow"},
-    "csv": {"path": "csv", "keep_default_na": False},
-    "tsv": {"path": "csv", "keep_default_na": False, "sep": "\t"},
+_OPTIONS: dict[str, Any] = {
+    "csv": {"keep_default_na": False},
+    "tsv": {"keep_default_na": False, "path": "csv", "sep": "\t"},
 }
-"""How `datasets` reads files by kind; in tables, text such as NA stays text."""
+"""Options for `datasets` by kind of files; in tables, text such as NA stays text."""
 _TRAIN = "train"
 _STANDARD_INPUT = "-"
 _CHARACTERS_AT_ONCE = 2_000_000
@@ -122,25 +116,21 @@ class Documents:
             raise PackingError(
                 f"tokenizer: expected one for documents with {', '.join(names) or 'no fields'}, got none"
             )
-        schema = TOKEN_COLUMNS.arrow_schema
+        schema, total = TOKEN_COLUMNS.arrow_schema, 0
+
+        def block_of(document: Rendered) -> int:
+            """Return the number of the block in which a document is tokenized, with the documents before it."""
+            nonlocal total
+            total += len(document.text)
+            return total // _CHARACTERS_AT_ONCE
+
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-            for block in self._blocks(chain(first, rows), tokenizer):
+            documents = usable(chain(first, rows), tokenizer.render, self._leave_out)
+            for _, group in groupby(documents, block_of):
+                block = list(group)
                 stream.write_table(pa.table(tokenizer.tokens(block, self.remarks), schema=schema))
                 seen(len(block))
         return datasets.Dataset.from_file(str(file))
-
-    def _blocks(self, rows: _Rows, tokenizer: TextTokenizer) -> Iterator[list[Rendered]]:
-        """Yield lists of rendered documents, large enough to keep all threads of the tokenizer busy."""
-        block: list[Rendered] = []
-        size = 0
-        for document in usable(rows, tokenizer.render, self._leave_out):
-            block.append(document)
-            size += len(document.text)
-            if size >= _CHARACTERS_AT_ONCE:
-                yield block
-                block, size = [], 0
-        if block:
-            yield block
 
     def _leave_out(self, why: str) -> None:
         """Record that a line or a row is left out, with its place and the reason; raise an error without `skip_bad`."""
@@ -156,10 +146,7 @@ class Documents:
                     text = part.decode("utf-8-sig")
                     if "\0" in text:
                         raise ValueError("NUL bytes, which are typical of arrays and UTF-16")
-                    if self.kind == _JSON:
-                        found = json.loads(text)
-                    else:
-                        found = {"text": text.rstrip("\r\n") if _suffix_of(file) == _OF_LINES else text}
+                    found = json.loads(text) if self.kind == _JSON else {"text": text}
                 except (ValueError, RecursionError) as error:
                     self._leave_out(f"{place}: expected {self.kind} in UTF-8, got {part.strip()[:_SHOWN]!r} ({error})")
                     continue
@@ -173,13 +160,13 @@ class Documents:
         """Return the rows of everything that `datasets` reads, without the format of a saved dataset."""
         try:
             if self.kind is not None:
-                files: Any = self.files
+                files = self.files
                 if os.path.exists(files[0]):  # names that exist are no patterns
                     if any("::" in file or "$" in file for file in files):
                         raise PackingError("`datasets` replaces :: and $ in names; rename it")
-                    changed = [(str(os.stat(file).st_mtime_ns),) for file in files]
-                    files = DataFilesList(list(map(os.path.abspath, files)), changed)
-                found = datasets.load_dataset(data_files={_TRAIN: files}, split=_TRAIN, **_BUILDERS[self.kind])
+                    files = [escape(os.path.abspath(file)) for file in files]
+                options = {"path": self.kind.lower(), **_OPTIONS.get(self.kind, {})}
+                found = datasets.load_dataset(data_files={_TRAIN: files}, split=_TRAIN, **options)
             elif not Path(self.data).exists():
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
             else:
@@ -208,10 +195,10 @@ def find_files(data: str, glob: str | None = None) -> list[str]:
     path = Path(data)
     is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
     if path.is_dir() and not is_saved:
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.match(glob or "*")]
-        shown = [str(file) for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
+        found = [file for file in sorted(path.rglob("*")) if file.is_file() and file.match(glob or "*")]
+        shown = [str(file) for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
         if not shown:
-            raise PackingError(f"data: expected files{f' like {glob}' if glob else ''} in {data!r}, got none")
+            raise PackingError(f"data: expected files like {glob or '*'} in {data!r}, got none")
         return shown
     if glob:
         raise PackingError(f"glob: expected a folder as data, got {data!r}")
@@ -249,16 +236,13 @@ def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
         PackingError: the file cannot be read to its end.
     """
     try:
-        with _open(file) as stream:
-            head = [stream.readline()]
-            while head[-1].isspace():
-                head.append(stream.readline())
-            is_array = head[-1].decode("utf-8-sig", errors="replace").lstrip().startswith("[")
+        with io.BufferedReader(_open(file)) as stream:
+            is_array = stream.peek().lstrip(_BEFORE_ARRAYS).startswith(b"[")
             whole = is_array if is_json else _suffix_of(file) != _OF_LINES
-            for number, part in enumerate([b"".join(head) + stream.read()] if whole else chain(head, stream), start=1):
+            for number, part in enumerate([stream.read()] if whole else stream, start=1):
                 if part.strip():
-                    yield file if whole else f"{file}, line {number}", part
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+                    yield (file, part) if whole else (f"{file}, line {number}", part.rstrip(b"\r\n"))
+    except Exception as error:  # errors of files, the network and what was compressed
         raise PackingError(
             f"{file}: expected a file that can be read to its end, got the error: {reason_of(error)}"
         ) from None
@@ -270,6 +254,6 @@ def _open(file: str) -> Any:
         return sys.stdin.buffer if file == _STANDARD_INPUT else Path(file).open("rb")
     system, path = file_system(file)
     if file.lower().endswith(".zst"):
-        return io.BufferedReader(pa.CompressedInputStream(system.open(path), "zstd"))
+        return pa.CompressedInputStream(system.open(path), "zstd")
     # an archive is no compressed file: of a .zip, fsspec would open the first file alone
     return system.open(path, compression="infer" if file.lower().endswith(_COMPRESSED) else None)
