@@ -184,8 +184,7 @@ class Renderer:
             )
         train_on = self.train_on or fitting[0]
         if is_chat:
-            prompt = messages_of(before or [])
-            rendered = self._render_chat([*prompt, *messages_of(after)], len(prompt), settings_of(row), train_on)
+            rendered = self._render_chat(*chat_of(before, after), settings_of(row), train_on)
         else:
             before += self.separator or ""
             masked = before if train_on == "completion" else None
@@ -200,13 +199,14 @@ class Renderer:
             raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
         return rendered
 
-    def _render_chat(self, messages: Sequence[Fields], prompt: int, settings: Fields, train_on: str) -> Rendered:
-        """Return the text of a chat, and its parts that are trained on; the first `prompt` messages are the prompt."""
+    def _render_chat(
+        self, messages: Sequence[Fields], prompt: int, turns: Sequence[int], settings: Fields, train_on: str
+    ) -> Rendered:
+        """Return the text of a chat, and its parts that are trained on."""
         if prompt == len(messages):
             raise BadRowError("expected at least one message, got an empty list")
         for_training = train_on == "assistant"
         text, marked = self.write(messages, settings, for_training=for_training)
-        turns = [number for number in range(prompt, len(messages)) if messages[number]["role"] == "assistant"]
         kept = [is_trained_on(messages[turn]) for turn in turns]
         before, trained = None, None
         if prompt and train_on != "all":
@@ -283,6 +283,13 @@ def lacks_text(message: Fields, text: str) -> bool:
     expected += [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or []]
     expected += [message[name] for name in _THINKING if isinstance(message.get(name), str)]
     return any(part.strip() not in text for part in expected)
+
+
+def chat_of(before: Any, after: Any) -> tuple[list[Fields], int, list[int]]:
+    """Return the messages of a chat, how many are the prompt, and the numbers of the assistant's in what follows."""
+    prompt, completion = messages_of(before or []), messages_of(after)
+    turns = [turn for turn, message in enumerate(completion, start=len(prompt)) if message["role"] == "assistant"]
+    return prompt + completion, len(prompt), turns
 
 
 def messages_of(value: Any) -> list[Fields]:

@@ -275,11 +275,11 @@ def rows_of_batch(batch: Any, numbers: Sequence[int] | None = None) -> list[tupl
 
 def refuse(why: str) -> None:
     """Raise an error for a row that cannot be used."""
-    raise PackingError(why)
+    raise BadRowError(why)
 
 
 def usable(
-    rows: Iterable[tuple[str, Fields]], use: Callable[[Fields], _Made], leave_out: Callable[[str], None] = refuse
+    rows: Iterable[tuple[str, Any]], use: Callable[[Any], _Made], leave_out: Callable[[str], None] = refuse
 ) -> Iterator[_Made]:
     """Yield what is made of rows, but for rows that cannot be used, which are given up with place and reason."""
     for place, row in rows:
