@@ -18,7 +18,7 @@ from hf_packing.text.render import (
     lacks_text,
     settings_of,
 )
-from hf_packing.text.tokenize import TextTokenizer, refuse, rows_of_batch, usable, warn_of
+from hf_packing.text.tokenize import TextTokenizer, rows_of_batch, usable, warn_of
 from hf_packing.versions import versioned
 
 _SHOWN = 20
@@ -95,7 +95,7 @@ def branches(
     rows = rows_of_batch(conversations if is_batch else {text_field or "messages": [conversations]})
     of_rows, reasons = Counter[str](), list[str]()
     turns_of = partial(_turns_of, texts, chat_template_kwargs or {}, of_rows)
-    turns = [*chain(*usable(rows, turns_of, reasons.append if skip_bad else refuse))]
+    turns = [*chain(*usable(rows, turns_of, reasons.append if skip_bad else None))]
     if reasons:
         of_rows[f"cannot be used and are left out, the first because of {reasons[0]}"] = len(reasons)
     warn_of(of_rows, "branches", f"{len(rows):,} conversations")
@@ -119,9 +119,10 @@ def _turns_of(texts: TextTokenizer, settings: Fields, remarks: Counter[str], row
     messages, _, turns = chat_of(before, after)
     turn_of = partial(_turn_of, texts, {**settings, **settings_of(row)})
     chats = [(f"message {turn}", messages[: turn + 1]) for turn in turns if turn and is_trained_on(messages[turn])]
+    found = [*usable(chats, turn_of)]
     remarks["open with an assistant turn, which is not trained on"] += 0 in turns
-    remarks["have no later assistant turn to train on, and make no documents"] += not chats
-    return [*usable(chats, turn_of)]
+    remarks["have no later assistant turn to train on, and make no documents"] += not found
+    return found
 
 
 def _turn_of(texts: TextTokenizer, settings: Fields, messages: Sequence[Fields]) -> _Turn:

@@ -93,7 +93,7 @@ class Renderer:
     def special_tokens(self) -> tuple[str, ...]:
         """All special tokens of the tokenizer, also those without a name such as `eos_token`."""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return tuple({*self.tokenizer.all_special_tokens, *added})
+        return (*self.tokenizer.all_special_tokens, *added)
 
     @cached_property
     def _template_for_training(self) -> Any:
@@ -134,8 +134,13 @@ class Renderer:
         if settings.get("tools") and "tools" not in source:
             raise BadRowError("expected a chat template that writes tools, since the row has tools")
         marked = _MARKS.search(source) is not None
-        options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": source}
-        options |= {"add_generation_prompt": ask, "return_assistant_tokens_mask": marked}
+        options = {
+            **self.tokenizer.special_tokens_map,
+            **settings,
+            "chat_template": source,
+            "add_generation_prompt": ask,
+            "return_assistant_tokens_mask": marked,
+        }
         reason = ""
         for chat in with_parsed_arguments(messages), messages:  # some templates, as DeepSeek's, join arguments to text
             try:
@@ -156,12 +161,9 @@ class Renderer:
                 kinds.sort(key=("prompt", "conversations").__contains__, reverse=True)
         found = [name for name in kinds if name in given]
         if not found:
-            expected = self.text_field
-            if expected in (None, "prompt"):
-                expected = "prompt and completion, messages, conversations, or text"
             raise BadRowError(
-                f"expected {expected}, got the fields {', '.join(row) or 'none'}; text_field names the field with text "
-                "or messages"
+                f"expected {' or '.join(kinds)}, got the fields {', '.join(row) or 'none'}; a prompt needs a "
+                "completion, and text_field names the field with text or messages"
             )
         return (found, given["prompt"], given["completion"]) if found[0] == "prompt" else (found, "", given[found[0]])
 
@@ -238,7 +240,7 @@ class Renderer:
             """Return the length of the text of the messages up to one, if `ask` with the generation prompt."""
             with suppress(BadRowError):
                 written, _ = self.write([*first, *messages[done:stop]], settings, ask, True)
-                if first and written.startswith(opened) and text.startswith(written[len(opened) :], end):
+                if written.startswith(opened) and text.startswith(written[len(opened) :], end):
                     return end + len(written) - len(opened)
             before, _ = self.write(messages[:stop], settings, ask, True)
             check_begins_with(text, before, stop)
@@ -347,9 +349,8 @@ def without_added_nulls(value: Any, feature: Any) -> Any:
         value: a row, or a part of one.
         feature: its type in `datasets`; what this type leaves open, such as that of JSON, has only nulls of the data.
     """
-    if isinstance(feature, Mapping) and isinstance(value, Mapping):
-        kept = {name: each for name, each in value.items() if each is not None}
-        return {name: without_added_nulls(each, feature.get(name)) for name, each in kept.items()}
+    if isinstance(feature, Mapping) and value:
+        return {name: without_added_nulls(each, feature.get(name)) for name, each in value.items() if each is not None}
     if isinstance(value, list):
         return [without_added_nulls(each, getattr(feature, "feature", None)) for each in value]
     return value

@@ -23,7 +23,6 @@ import datasets
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
-    TRAIN_ON,
     BadRowError,
     Fields,
     Rendered,
@@ -78,7 +77,7 @@ class TextTokenizer(Renderer):
                 tokens[LABELS].append(labels)
         return tokens
 
-    def _labels(self, document: Rendered, ids: list[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    def _labels(self, document: Rendered, ids: list[int], offsets: Any) -> list[int]:
         """Return the labels of a document."""
         labels = [*ids] if document.trained is None else [IGNORED_LABEL] * len(ids)
         # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
@@ -103,10 +102,9 @@ class TextTokenizer(Renderer):
             del alone[len(added) - added[::-1].index(0) :]
         return num_shared(ids, alone)
 
-    def encode(self, texts: list[str], complete: bool = True, with_offsets: bool = False) -> Mapping[str, Any]:
+    def encode(self, texts: list[str], complete: bool = True, with_offsets: bool = False) -> Any:
         """Return what the tokenizer makes of texts. Chats get no special tokens, since templates have written them."""
-        tokenizer: Any = self.tokenizer
-        encoded: Mapping[str, Any] = tokenizer(
+        return self.tokenizer(
             texts,
             add_special_tokens=self.add_special_tokens and not complete,
             padding=False,
@@ -114,10 +112,9 @@ class TextTokenizer(Renderer):
             return_attention_mask=False,
             return_token_type_ids=False,
             return_special_tokens_mask=True,
-            return_offsets_mapping=with_offsets and tokenizer.is_fast,
+            return_offsets_mapping=with_offsets and self.tokenizer.is_fast,
             verbose=False,
         )
-        return encoded
 
 
 def warn_of(remarks: Counter[str], who: str, of: str) -> None:
@@ -220,9 +217,7 @@ def tokenize(
         >>> documents["labels"][0]
         [-100, -100, -100, -100, 4, 2]
     """
-    if train_on not in (None, *TRAIN_ON):
-        raise PackingError(f"train_on: expected one of {', '.join(TRAIN_ON)}, or None, got {train_on!r}")
-    if not callable(tokenizer) or not hasattr(tokenizer, "chat_template"):
+    if not hasattr(tokenizer, "all_special_tokens"):
         raise PackingError(f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}")
     options = {
         "tokenizer": tokenizer,
@@ -235,20 +230,13 @@ def tokenize(
         return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})
     if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         return _tokens_of(dataset, **options)
-    settings = {"batched": True, "fn_kwargs": options, "features": TOKEN_COLUMNS}
+    names, settings = dataset.column_names, {"batched": True, "fn_kwargs": options, "features": TOKEN_COLUMNS}
     if isinstance(dataset, datasets.IterableDataset):  # without the numbers of its rows, so that its shards stay apart
-        names = dataset.column_names or list(next(iter(dataset), {}))
-        return dataset.map(_tokens_of, remove_columns=names, **settings)
-    if not len(dataset):
+        return dataset.map(_tokens_of, remove_columns=names or list(next(iter(dataset), {})), **settings)
+    if not dataset:
         return datasets.Dataset.from_dict({name: [] for name in TOKEN_COLUMNS}, TOKEN_COLUMNS, split=dataset.split)
-    return dataset.with_format(columns=dataset.format["columns"]).map(
-        _tokens_of,
-        with_indices=True,
-        num_proc=num_proc,
-        desc="Tokenizing",
-        remove_columns=dataset.column_names,
-        **settings,
-    )
+    settings |= {"with_indices": True, "num_proc": num_proc, "desc": "Tokenizing", "remove_columns": names}
+    return dataset.with_format(columns=dataset.format["columns"]).map(_tokens_of, **settings)
 
 
 @versioned
@@ -273,17 +261,15 @@ def rows_of_batch(batch: Any, numbers: Sequence[int] | None = None) -> list[tupl
     return [*zip(places, rows, strict=True)]
 
 
-def refuse(why: str) -> None:
-    """Raise an error for a row that cannot be used."""
-    raise BadRowError(why)
-
-
 def usable(
-    rows: Iterable[tuple[str, Any]], use: Callable[[Any], _Made], leave_out: Callable[[str], None] = refuse
+    rows: Iterable[tuple[str, Any]], use: Callable[[Any], _Made], leave_out: Callable[[str], None] | None = None
 ) -> Iterator[_Made]:
     """Yield what is made of rows, but for rows that cannot be used, which are given up with place and reason."""
     for place, row in rows:
         try:
             yield use(row)
         except BadRowError as error:
-            leave_out(f"{place}: {error}")
+            reason = f"{place}: {error}"
+            if leave_out is None:
+                raise BadRowError(reason) from None
+            leave_out(reason)

@@ -187,7 +187,7 @@ def test_templates_that_rewrite_earlier_turns(template):
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (CHATS, {"train_on": "user"}, "train_on: "),
+        (CHATS, {"train_on": "user"}, "row 0: .*train_on='assistant' or 'all' .*train_on='user'"),
         (CHATS, {"train_on": "completion"}, "row 0: .*train_on='completion'"),
         ([{"body": "a"}], {}, "row 0: .*text_field"),
         ([{"messages": PLAIN, "tools": TOOLS}], {}, "row 0: expected a chat template that writes tools"),
@@ -590,11 +590,11 @@ def test_what_is_trained_on(row, train_on, text):
 @pytest.mark.parametrize(
     ("row", "options", "reason"),
     [
-        ({"prompt": "a"}, {}, "prompt and completion"),
-        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion"),
+        ({"prompt": "a"}, {}, "prompt or messages .* a prompt needs a completion"),
+        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt, got the fields prompt; a prompt needs a completion"),
         ({"text": "a"}, {"text_field": "body"}, "body"),
-        ({}, {}, "prompt and completion, messages"),
-        ({"input_ids": [1]}, {}, "prompt and completion, messages"),
+        ({}, {}, "prompt or messages or conversations or text, got the fields none"),
+        ({"input_ids": [1]}, {}, "prompt or messages"),
         ({"text": 5}, {}, "text or a list of messages, got int"),
         ({"messages": "one"}, {}, "a list of messages"),
         ({"messages": ["one"]}, {}, "messages with a role"),
@@ -823,7 +823,11 @@ PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is 
         ("chatml", {"prompt": "one", "completion": "two"}, "dataset: .*batched=True"),
         ("chatml", {"messages": CHAT}, "row 0 of the batch: .*got dict.* batched=True"),
         ("chatml", {"text": ["one"]}, "row 0 of the batch: expected text or a list of messages, got str"),
-        ("chatml", {"prompt": [CHAT]}, "row 0 of the batch: expected prompt and completion.* got the fields prompt"),
+        (
+            "chatml",
+            {"prompt": [CHAT]},
+            "row 0 of the batch: expected prompt or .* got the fields prompt; a prompt needs",
+        ),
         ("chatml", "one", "row 0 of the batch: expected text or a list of messages, got str"),
     ],
 )
@@ -979,7 +983,7 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
             "a.jsonl",
             b'{"text": "one"}\n{"body": "two"}\n',
             ["one"],
-            "line 2: expected prompt and completion, .* got the fields body",
+            "line 2: expected prompt or .* got the fields body",
         ),
         ("a.txt", b"one\r\nt\xffwo\nthree", ["one", "three"], "line 2: expected text in UTF-8"),
         ("a.txt", "one\ntwo\n".encode("utf-16-le"), [], "line 1: expected text in UTF-8.*NUL bytes"),
