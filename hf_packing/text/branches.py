@@ -91,8 +91,8 @@ def branches(
             "tokenizer.chat_template, or pass the tokenizer of a processor"
         )
     texts = TextTokenizer(tokenizer, text_field=text_field)
-    is_batch = isinstance(conversations, Mapping)
-    rows = rows_of_batch(conversations if is_batch else {text_field or "messages": [conversations]})
+    batch = conversations if isinstance(conversations, Mapping) else {text_field or "messages": [conversations]}
+    rows = rows_of_batch(batch)
     of_rows, reasons = Counter[str](), list[str]()
     turns_of = partial(_turns_of, texts, chat_template_kwargs or {}, of_rows)
     turns = [*chain(*usable(rows, turns_of, reasons.append if skip_bad else None))]

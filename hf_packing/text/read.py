@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from glob import escape
 from itertools import chain, groupby, islice
@@ -24,14 +24,13 @@ import pyarrow as pa
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.files import file_system
-from hf_packing.text.render import Rendered, reason_of, without_added_nulls
-from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer, usable
+from hf_packing.text.render import Rendered, reason_of
+from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer, numbered, usable
 
 _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 """Kinds of files by suffix. Files with another suffix are text."""
-_OF_LINES = ".txt"
 _BEFORE_ARRAYS = b"\xef\xbb\xbf \t\r\n"
 """What may stand before a JSON array: a byte order mark and blanks."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -41,7 +40,6 @@ _OPTIONS: dict[str, Any] = {
 }
 """Options for `datasets` by kind of files; in tables, text such as NA stays text."""
 _TRAIN = "train"
-_STANDARD_INPUT = "-"
 _CHARACTERS_AT_ONCE = 2_000_000
 """Approximate number of characters to tokenize in one call, enough to use all cores."""
 _SHOWN = 80
@@ -76,8 +74,20 @@ class Documents:
     """What users should know of rows, and of how many of them."""
 
     def __post_init__(self) -> None:
-        self.files = find_files(self.data, self.glob)
-        kinds = sorted({_JSON if _is_piped(file) else kind_of(file) for file in self.files})
+        path, self.files = Path(self.data), list[str]()  # no files of a saved dataset, and of a name on the hub
+        is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+        if path.is_dir() and not is_saved:
+            found = [file for file in sorted(path.rglob("*")) if file.is_file() and file.match(self.glob or "*")]
+            self.files = [str(file) for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
+            if not self.files:
+                raise PackingError(f"data: expected files like {self.glob or '*'} in {self.data!r}, got none")
+        elif self.glob:
+            raise PackingError(f"glob: expected a folder as data, got {self.data!r}")
+        elif self.data == "-" or "://" in self.data or (path.exists() and not is_saved):
+            self.files = [self.data]
+        elif not path.exists() and (path.is_absolute() or _suffix_of(self.data) in _KINDS):
+            raise PackingError(f"data: expected a file, a folder or a dataset's name, but {self.data!r} does not exist")
+        kinds = sorted({_kind_of(file) for file in self.files})
         if len(kinds) > 1:
             raise PackingError(
                 f"data: expected files of one kind, got {' and '.join(kinds)} in {self.data!r}; glob='*.jsonl' chooses "
@@ -101,15 +111,14 @@ class Documents:
             PackingError: rows cannot be read or used, and `skip_bad` is False; or an argument does not fit the rows.
         """
         dataset = None if self.kind in (_JSON, _TEXT) else self._load()
-        rows = self._lines() if dataset is None else _numbered(self.data, dataset, dataset.features)
+        rows = self._lines() if dataset is None else numbered(self.data, dataset, dataset.features)
         first = list(islice(rows, 1))
         names = first[0][1] if first else {}
         if INPUT_IDS in names and (tokenizer is None or tokenizer.text_field is None):
-            if tokenizer is not None or self.skip_bad:
-                argument = "skip_bad" if tokenizer is None else "tokenizer"
+            if unused := "tokenizer" * (tokenizer is not None) or "skip_bad" * self.skip_bad:
                 raise PackingError(
-                    f"{argument}: expected none for documents with input_ids, which are tokens already; text_field "
-                    "names a field to tokenize instead"
+                    f"{unused}: expected none for documents with input_ids, which are tokens already; text_field names "
+                    "a field to tokenize instead"
                 )
             return self._load() if dataset is None else dataset
         if tokenizer is None:
@@ -150,7 +159,7 @@ class Documents:
                 except (ValueError, RecursionError) as error:
                     self._leave_out(f"{place}: expected {self.kind} in UTF-8, got {part.strip()[:_SHOWN]!r} ({error})")
                     continue
-                for where, row in _numbered(place, found) if isinstance(found, list) else [(place, found)]:
+                for where, row in numbered(place, found) if isinstance(found, list) else [(place, found)]:
                     if isinstance(row, dict):
                         yield where, row
                     else:
@@ -182,50 +191,14 @@ class Documents:
         return found.with_format(columns=found.format["columns"])
 
 
-def find_files(data: str, glob: str | None = None) -> list[str]:
-    """Return the files to read; none for a saved dataset, and for a name on the hub. Hidden files are left out.
-
-    Args:
-        data: as for `Documents`.
-        glob: as for `Documents`.
-
-    Raises:
-        PackingError: there are no files, or a pattern is given without a folder.
-    """
-    path = Path(data)
-    is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
-    if path.is_dir() and not is_saved:
-        found = [file for file in sorted(path.rglob("*")) if file.is_file() and file.match(glob or "*")]
-        shown = [str(file) for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
-        if not shown:
-            raise PackingError(f"data: expected files like {glob or '*'} in {data!r}, got none")
-        return shown
-    if glob:
-        raise PackingError(f"glob: expected a folder as data, got {data!r}")
-    if _is_piped(data) or "://" in data or (path.exists() and not is_saved):
-        return [data]
-    if not path.exists() and (path.is_absolute() or kind_of(data) != _TEXT):
-        raise PackingError(f"data: expected a file, a folder or a dataset's name, but {data!r} does not exist")
-    return []
-
-
-def kind_of(file: str) -> str:
-    """Return how a file is read: as "JSON", "parquet", "arrow", "csv", "tsv" or "text"."""
-    return _KINDS.get(_suffix_of(file), _TEXT)
+def _kind_of(file: str) -> str:
+    """Return how a file is read: as "JSON", also from other programs, "parquet", "arrow", "csv", "tsv" or "text"."""
+    return _JSON if file == "-" or file.startswith("/dev/") else _KINDS.get(_suffix_of(file), _TEXT)
 
 
 def _suffix_of(file: str) -> str:
     """Return the suffix of a file in lower case, without that of its compression; an empty text if there is none."""
     return next((each for each in reversed(Path(file.lower()).suffixes) if each not in _COMPRESSED), "")
-
-
-def _is_piped(file: str) -> bool:
-    """Return whether a name stands for standard input, or for what another program writes."""
-    return file == _STANDARD_INPUT or file.startswith("/dev/")
-
-
-def _numbered(place: str, rows: Iterable[Any], features: Any = None) -> Iterator[tuple[str, Any]]:
-    return ((f"{place}, row {number}", without_added_nulls(row, features)) for number, row in enumerate(rows))
 
 
 def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
@@ -238,7 +211,7 @@ def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
     try:
         with io.BufferedReader(_open(file)) as stream:
             is_array = stream.peek().lstrip(_BEFORE_ARRAYS).startswith(b"[")
-            whole = is_array if is_json else _suffix_of(file) != _OF_LINES
+            whole = is_array if is_json else _suffix_of(file) != ".txt"
             for number, part in enumerate([stream.read()] if whole else stream, start=1):
                 if part.strip():
                     yield (file, part) if whole else (f"{file}, line {number}", part.rstrip(b"\r\n"))
@@ -250,8 +223,10 @@ def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
 
 def _open(file: str) -> Any:
     """Open a file, decompressed by its suffix."""
-    if _is_piped(file):  # fsspec asks for the size of what it opens
-        return sys.stdin.buffer if file == _STANDARD_INPUT else Path(file).open("rb")
+    if file == "-":
+        return sys.stdin.buffer
+    if file.startswith("/dev/"):  # of which fsspec would ask for the size
+        return Path(file).open("rb")
     system, path = file_system(file)
     if file.lower().endswith(".zst"):
         return pa.CompressedInputStream(system.open(path), "zstd")

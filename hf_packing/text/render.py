@@ -102,21 +102,20 @@ class Renderer:
         Raises:
             MissingDependencyError: TRL is not installed, and may have another version of a template without marks.
         """
-        if self.template != self.tokenizer.chat_template:
-            return self.template
-        try:
-            from trl import get_training_chat_template
+        if self.template == self.tokenizer.chat_template:
+            try:
+                from trl import get_training_chat_template
 
-            return get_training_chat_template(self.tokenizer) or self.template
-        except ValueError:  # TRL does not know the template
-            return self.template
-        except ImportError:
-            if _MARKS.search(str(self.template)):
-                return self.template
-            raise MissingDependencyError(
-                "the chat template does not mark the assistant's turns, and TRL has such versions of many templates: "
-                'pip install "hf-packing[trl]", or pass a chat_template with {% generation %} marks'
-            ) from None
+                return get_training_chat_template(self.tokenizer) or self.template
+            except ValueError:  # TRL does not know the template
+                pass
+            except ImportError:
+                if not _MARKS.search(str(self.template)):
+                    raise MissingDependencyError(
+                        "the chat template does not mark the assistant's turns, and TRL has such versions of many "
+                        'templates: pip install "hf-packing[trl]", or pass a chat_template with {% generation %} marks'
+                    ) from None
+        return self.template
 
     def write(
         self, messages: Sequence[Fields], settings: Fields, ask: bool = False, for_training: bool = False
@@ -133,19 +132,18 @@ class Renderer:
         )
         if settings.get("tools") and "tools" not in source:
             raise BadRowError("expected a chat template that writes tools, since the row has tools")
-        marked = _MARKS.search(source) is not None
         options = {
             **self.tokenizer.special_tokens_map,
             **settings,
             "chat_template": source,
             "add_generation_prompt": ask,
-            "return_assistant_tokens_mask": marked,
+            "return_assistant_tokens_mask": _MARKS.search(source),
         }
         reason = ""
         for chat in with_parsed_arguments(messages), messages:  # some templates, as DeepSeek's, join arguments to text
             try:
                 (text,), spans = render_jinja_template([chat], **options)
-                return text, spans[0] if marked else None
+                return text, spans[0] if spans else None
             except Exception as error:  # templates may raise anything
                 reason = reason_of(error)
         raise BadRowError(f"expected messages that the chat template accepts, got the error: {reason}")
@@ -233,7 +231,7 @@ class Renderer:
         through the first turn.
         """
         spans: list[Span] = []
-        first: Sequence[Fields] = ()
+        first: Any = ()
         opened, done, end = "", 0, 0
 
         def edge(stop: int, ask: bool) -> int:

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby, repeat
+from itertools import compress, count, groupby, repeat
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,9 +33,7 @@ from hf_packing.text.render import (
 )
 from hf_packing.versions import versioned
 
-TOKEN_COLUMNS = datasets.Features(
-    {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
-)
+TOKEN_COLUMNS = datasets.Features(dict.fromkeys((INPUT_IDS, LABELS), datasets.List(datasets.Value("int32"))))
 _Made = TypeVar("_Made")
 
 Tokens = dict[str, list[list[int]]]
@@ -59,12 +57,13 @@ class TextTokenizer(Renderer):
         for complete, group in groupby(rendered, attrgetter("complete")):
             documents = list(group)
             encoded = self.encode([each.text for each in documents], complete, complete)
-            offsets = encoded.get("offset_mapping", repeat([]))
-            parts = zip(documents, encoded[INPUT_IDS], encoded["special_tokens_mask"], offsets, strict=False)
-            for document, ids, added, places in parts:
+            places = encoded.get("offset_mapping", repeat([]))
+            for document, ids, added, offsets in zip(
+                documents, encoded[INPUT_IDS], encoded["special_tokens_mask"], places, strict=False
+            ):
                 wanted = self.end_documents and not complete
                 end = last if wanted and document.ends and ids[-1:] != last else []
-                labels = [*self._labels(document, ids, places), *end]
+                labels = self._labels(document, ids, offsets) + end
                 said = {
                     "have the tokenizer's special tokens twice at an end, since their text begins or ends with them "
                     "already; add_special_tokens=False adds none": len(ids) > 1
@@ -73,17 +72,16 @@ class TextTokenizer(Renderer):
                     "have no token to train on": {*labels[1:]} <= {IGNORED_LABEL},
                 }
                 remarks.update([*document.remarks, *compress(said, said.values())])
-                tokens[INPUT_IDS].append([*ids, *end])
+                tokens[INPUT_IDS].append(ids + end)
                 tokens[LABELS].append(labels)
         return tokens
 
     def _labels(self, document: Rendered, ids: list[int], offsets: Any) -> list[int]:
         """Return the labels of a document."""
         labels = [*ids] if document.trained is None else [IGNORED_LABEL] * len(ids)
-        # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
-        exact = len(offsets) > 0 and offsets[-1][1] == len(document.text)
         for first, stop in document.trained or ():
-            if exact:
+            # characters that a tokenizer drops move those of all later tokens: the last one seems to end too early
+            if offsets and offsets[-1][1] == len(document.text):
                 begin = bisect_right(offsets, first, key=itemgetter(1))
                 end = bisect_left(offsets, stop, key=itemgetter(0))
             else:
@@ -256,9 +254,15 @@ def rows_of_batch(batch: Any, numbers: Sequence[int] | None = None) -> list[tupl
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
         )
     features = getattr(getattr(batch, "formatter", None), "features", None)
-    rows = [without_added_nulls(row, features) for row in rows_of(batch)]
-    places = map("row {}".format, numbers) if numbers else map("row {} of the batch".format, range(len(rows)))
-    return [*zip(places, rows, strict=True)]
+    return [*numbered("dataset" if numbers else "batch", rows_of(batch), features, numbers)]
+
+
+def numbered(
+    place: str, rows: Iterable[Any], features: Any = None, numbers: Iterable[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield rows with their places, such as "a.json, row 3", without the fields that Arrow has added."""
+    for number, row in zip(numbers or count(), rows, strict=False):
+        yield f"{place}, row {number}", without_added_nulls(row, features)
 
 
 def usable(

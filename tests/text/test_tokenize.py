@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.text.read import Documents, find_files
+from hf_packing.text.read import Documents
 from hf_packing.text.render import CHATML as OWN_CHATML
 from hf_packing.text.render import Rendered, Renderer
 from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
@@ -196,7 +196,7 @@ def test_templates_that_rewrite_earlier_turns(template):
 def test_refused(rows, settings, message):
     with pytest.raises(hfp.PackingError, match=message):
         ours(rows, **settings)
-    with pytest.raises(hfp.PackingError, match="row 1 of the batch: expected Unicode"):
+    with pytest.raises(hfp.PackingError, match="batch, row 1: expected Unicode"):
         hfp.tokenize({"text": ["a", "\ud800"]}, tokenizer_with(CHATML))
 
 
@@ -296,7 +296,7 @@ def test_messages_that_say_not_to_train_on_them(said, template):
     assert hfp.tokenize(pair, tokenizer)["labels"] == [last], "the prompt is not trained on anyway"
     rows = datasets.Dataset.from_list([{"messages": chat}, {"messages": PLAIN}])
     assert hfp.tokenize(rows, tokenizer)["labels"][:] == [last, all_labels], "where Arrow adds nulls"
-    with pytest.raises(hfp.PackingError, match="row 0 of the batch: expected train_on='assistant' for messages not to"):
+    with pytest.raises(hfp.PackingError, match="batch, row 0: expected train_on='assistant' for messages not to"):
         hfp.tokenize({"messages": [chat]}, tokenizer, train_on="all")
 
 
@@ -702,7 +702,7 @@ def test_templates_of_published_models(name):
         {**each, "thinking": each["reasoning_content"]} if "reasoning_content" in each else each for each in CHAT
     ]
     if name.removesuffix("_training") in REFUSED_TEMPLATES:
-        with pytest.raises(hfp.PackingError, match="^row 0 of the batch: message 1: expected "):
+        with pytest.raises(hfp.PackingError, match="^batch, row 0: message 1: expected "):
             hfp.branches(messages, tokenizer)
         return
     if "nothink" in name:
@@ -813,22 +813,22 @@ PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is 
         (
             "alternating",
             [user("one"), user("two"), assistant("")],
-            "row 0 of the batch: message 2: .*roles must alternate",
+            "batch, row 0: message 2: .*roles must alternate",
         ),
-        ("alternating", [WITH_TOOLS[0], *CHAT], "row 0 of the batch: message 2: .*roles must alternate"),
-        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "row 1 of the batch: message 0: .*'image'"),
-        ("chatml", {"messages": [["one"]]}, "row 0 of the batch: .*role"),
-        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "row 0 of the batch: .*tools"),
-        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "row 0 of the batch: .*list of messages"),
+        ("alternating", [WITH_TOOLS[0], *CHAT], "batch, row 0: message 2: .*roles must alternate"),
+        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "batch, row 1: message 0: .*'image'"),
+        ("chatml", {"messages": [["one"]]}, "batch, row 0: .*role"),
+        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "batch, row 0: .*tools"),
+        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "batch, row 0: .*list of messages"),
         ("chatml", {"prompt": "one", "completion": "two"}, "dataset: .*batched=True"),
-        ("chatml", {"messages": CHAT}, "row 0 of the batch: .*got dict.* batched=True"),
-        ("chatml", {"text": ["one"]}, "row 0 of the batch: expected text or a list of messages, got str"),
+        ("chatml", {"messages": CHAT}, "batch, row 0: .*got dict.* batched=True"),
+        ("chatml", {"text": ["one"]}, "batch, row 0: expected text or a list of messages, got str"),
         (
             "chatml",
             {"prompt": [CHAT]},
-            "row 0 of the batch: expected prompt or .* got the fields prompt; a prompt needs",
+            "batch, row 0: expected prompt or .* got the fields prompt; a prompt needs",
         ),
-        ("chatml", "one", "row 0 of the batch: expected text or a list of messages, got str"),
+        ("chatml", "one", "batch, row 0: expected text or a list of messages, got str"),
     ],
 )
 def test_refused_conversations(template, conversations, named):
@@ -859,9 +859,9 @@ def test_turns_that_cannot_stand_apart_from_their_prompt_are_refused():
 def test_bad_conversations_are_left_out_and_tokenizers_without_a_template_refused():
     tokenizer = TOKENIZERS["alternating"]
     batch = {"messages": [PLAIN, [user("one"), *PLAIN], [assistant("one")] * 3, PLAIN[:2]]}
-    with pytest.raises(hfp.PackingError, match="^row 1 of the batch: message 2: "):
+    with pytest.raises(hfp.PackingError, match="^batch, row 1: message 2: "):
         hfp.branches(batch, tokenizer)
-    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* row 1 of the batch: message 2: "):
+    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* batch, row 1: message 2: "):
         documents = hfp.branches(batch, tokenizer, skip_bad=True)
     assert documents == hfp.branches({"messages": [PLAIN, PLAIN[:2]]}, tokenizer)
     for tokenizer in tokenizer_with(None), object():
@@ -1050,7 +1050,7 @@ def test_data_that_is_refused(tmp_path, words, options, argument):
 
 @pytest.mark.parametrize("name", ["org/Name-2.5", "org/data.v2", "Name-1.5-sft", "org/v1.0-en"])
 def test_names_on_the_hub_may_have_dots(name):
-    assert find_files(name) == []
+    assert Documents(name).files == []
 
 
 def test_tokens_are_those_of_tokenize(tmp_path, words, monkeypatch):
