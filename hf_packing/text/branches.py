@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
@@ -21,8 +21,7 @@ from hf_packing.text.render import (
 from hf_packing.text.tokenize import TextTokenizer, rows_of_batch, usable, warn_of
 from hf_packing.versions import versioned
 
-_SHOWN = 20
-"""Number of characters that an error shows of a text."""
+_Turn = tuple[list[int], list[int], list[str]]
 
 
 @versioned
@@ -99,18 +98,9 @@ def branches(
     if reasons:
         of_rows[f"cannot be used and are left out, the first because of {reasons[0]}"] = len(reasons)
     warn_of(of_rows, "branches", f"{len(rows):,} conversations")
-    of_turns = Counter(remark for turn in turns for remark in turn.remarks)
+    of_turns = Counter(remark for *_, remarks in turns for remark in remarks)
     warn_of(of_turns, "branches", f"{len(turns):,} assistant turns")
-    return {INPUT_IDS: [turn.input_ids for turn in turns], LABELS: [turn.labels for turn in turns]}
-
-
-class _Turn(NamedTuple):
-    """The document of an assistant turn."""
-
-    input_ids: list[int]
-    labels: list[int]
-    remarks: Sequence[str]
-    """What users should know of the turn."""
+    return {INPUT_IDS: [ids for ids, *_ in turns], LABELS: [labels for _, labels, _ in turns]}
 
 
 def _turns_of(texts: TextTokenizer, settings: Fields, remarks: Counter[str], row: Fields) -> list[_Turn]:
@@ -126,7 +116,7 @@ def _turns_of(texts: TextTokenizer, settings: Fields, remarks: Counter[str], row
 
 
 def _turn_of(texts: TextTokenizer, settings: Fields, messages: Sequence[Fields]) -> _Turn:
-    """Return the last of some messages as a document.
+    """Return the last of some messages as a document: its input_ids, its labels, and what users should know of it.
 
     Raises:
         BadRowError: the turn does not begin with its generation prompt, or has no text; or tokens cannot end where the
@@ -151,6 +141,6 @@ def _turn_of(texts: TextTokenizer, settings: Fields, messages: Sequence[Fields])
         if apart != together:
             raise BadRowError(
                 "expected a tokenizer that can tokenize a turn apart from its prompt, but "
-                f"{before[-_SHOWN:]!r} and {text[:_SHOWN]!r} become other text"
+                f"{before[-20:]!r} and {text[:20]!r} become other text"
             )
-    return _Turn(prompt + generated, [IGNORED_LABEL] * len(prompt) + generated, remarks)
+    return prompt + generated, [IGNORED_LABEL] * len(prompt) + generated, remarks

@@ -9,6 +9,7 @@ is read with `datasets`. The tokens of texts and chats take 8 bytes on disk for 
 import io
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ _KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv
 """Kinds of files by suffix. Files with another suffix are text."""
 _BEFORE_ARRAYS = b"\xef\xbb\xbf \t\r\n"
 """What may stand before a JSON array: a byte order mark and blanks."""
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_COMPRESSED = r"\.(gz|bz2|xz|zst)$"
 _OPTIONS: dict[str, Any] = {
     "csv": {"keep_default_na": False},
     "tsv": {"keep_default_na": False, "path": "csv", "sep": "\t"},
@@ -85,7 +86,7 @@ class Documents:
             raise PackingError(f"glob: expected a folder as data, got {self.data!r}")
         elif self.data == "-" or "://" in self.data or (path.exists() and not is_saved):
             self.files = [self.data]
-        elif not path.exists() and (path.is_absolute() or _suffix_of(self.data) in _KINDS):
+        elif not path.exists() and _suffix_of(self.data) in _KINDS:
             raise PackingError(f"data: expected a file, a folder or a dataset's name, but {self.data!r} does not exist")
         kinds = sorted({_kind_of(file) for file in self.files})
         if len(kinds) > 1:
@@ -175,7 +176,7 @@ class Documents:
                         raise PackingError("`datasets` replaces :: and $ in names; rename it")
                     files = [escape(os.path.abspath(file)) for file in files]
                 options = {"path": self.kind.lower(), **_OPTIONS.get(self.kind, {})}
-                found = datasets.load_dataset(data_files={_TRAIN: files}, split=_TRAIN, **options)
+                found = datasets.load_dataset(data_files=files, split=_TRAIN, **options)
             elif not Path(self.data).exists():
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
             else:
@@ -198,7 +199,7 @@ def _kind_of(file: str) -> str:
 
 def _suffix_of(file: str) -> str:
     """Return the suffix of a file in lower case, without that of its compression; an empty text if there is none."""
-    return next((each for each in reversed(Path(file.lower()).suffixes) if each not in _COMPRESSED), "")
+    return Path(re.sub(_COMPRESSED, "", file.lower())).suffix
 
 
 def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
@@ -231,4 +232,4 @@ def _open(file: str) -> Any:
     if file.lower().endswith(".zst"):
         return pa.CompressedInputStream(system.open(path), "zstd")
     # an archive is no compressed file: of a .zip, fsspec would open the first file alone
-    return system.open(path, compression="infer" if file.lower().endswith(_COMPRESSED) else None)
+    return system.open(path, compression="infer" if re.search(_COMPRESSED, file.lower()) else None)

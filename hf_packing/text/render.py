@@ -42,10 +42,6 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
 LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
-_END_OF_THINKING = "</think>"
-"""Where thinking ends that is part of the content. Templates write it in their own way."""
-_MOST_OF_A_REASON = 1000
-"""The most characters of another library's error that a message shows."""
 _SHOWN = 20
 """Number of characters that an error shows of two texts before they differ; it shows twice as many after that."""
 
@@ -277,7 +273,7 @@ def is_trained_on(message: Fields) -> bool:
 def lacks_text(message: Fields, text: str) -> bool:
     """Return whether a text, as a chat template writes it, lacks content, thinking, or names of called tools."""
     content = message.get("content")
-    expected = [str(content or "").rpartition(_END_OF_THINKING)[2]]
+    expected = [str(content or "").rpartition("</think>")[2]]  # templates write thinking in their own way
     if isinstance(content, list):
         expected = [part["text"] for part in content]
     expected += [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or []]
@@ -337,7 +333,7 @@ def settings_of(row: Fields) -> Fields:
 
 def reason_of(error: Exception) -> str:
     """Return the message of an error as one line of limited length, or the error's type if the message is empty."""
-    return shorten(str(error), _MOST_OF_A_REASON) or type(error).__name__
+    return shorten(str(error), 1000) or type(error).__name__
 
 
 def without_added_nulls(value: Any, feature: Any) -> Any:

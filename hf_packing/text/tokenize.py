@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import compress, count, groupby, repeat
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import datasets
 
@@ -34,7 +34,6 @@ from hf_packing.text.render import (
 from hf_packing.versions import versioned
 
 TOKEN_COLUMNS = datasets.Features(dict.fromkeys((INPUT_IDS, LABELS), datasets.List(datasets.Value("int32"))))
-_Made = TypeVar("_Made")
 
 Tokens = dict[str, list[list[int]]]
 """The columns input_ids and labels of documents."""
@@ -238,7 +237,7 @@ def tokenize(
 
 
 @versioned
-def _tokens_of(batch: Any, numbers: Sequence[int] | None = None, **options: Any) -> Tokens:
+def _tokens_of(batch: Any, numbers: Sequence[int] = (), **options: Any) -> Tokens:
     """Return the tokens and labels of a batch of rows; `numbers` are those of the rows in the dataset."""
     texts, remarks = TextTokenizer(**options), Counter[str]()
     rows = rows_of_batch(batch, numbers)
@@ -247,7 +246,7 @@ def _tokens_of(batch: Any, numbers: Sequence[int] | None = None, **options: Any)
     return tokens
 
 
-def rows_of_batch(batch: Any, numbers: Sequence[int] | None = None) -> list[tuple[str, Fields]]:
+def rows_of_batch(batch: Any, numbers: Sequence[int] = ()) -> list[tuple[str, Fields]]:
     """Return the rows of a batch with their places, of `Dataset.map` without the fields that Arrow has added."""
     if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
         raise PackingError(
@@ -258,7 +257,7 @@ def rows_of_batch(batch: Any, numbers: Sequence[int] | None = None) -> list[tupl
 
 
 def numbered(
-    place: str, rows: Iterable[Any], features: Any = None, numbers: Iterable[int] | None = None
+    place: str, rows: Iterable[Any], features: Any = None, numbers: Iterable[int] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Yield rows with their places, such as "a.json, row 3", without the fields that Arrow has added."""
     for number, row in zip(numbers or count(), rows, strict=False):
@@ -266,8 +265,8 @@ def numbered(
 
 
 def usable(
-    rows: Iterable[tuple[str, Any]], use: Callable[[Any], _Made], leave_out: Callable[[str], None] | None = None
-) -> Iterator[_Made]:
+    rows: Iterable[tuple[str, Any]], use: Callable[[Any], Any], leave_out: Callable[[str], None] | None = None
+) -> Iterator[Any]:
     """Yield what is made of rows, but for rows that cannot be used, which are given up with place and reason."""
     for place, row in rows:
         try:
