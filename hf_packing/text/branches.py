@@ -90,8 +90,9 @@ def branches(
             "tokenizer.chat_template, or pass the tokenizer of a processor"
         )
     texts = TextTokenizer(tokenizer, text_field=text_field)
-    batch = conversations if isinstance(conversations, Mapping) else {text_field or "messages": [conversations]}
-    rows = rows_of_batch(batch)
+    if not isinstance(conversations, Mapping):
+        conversations = {text_field or "messages": [conversations]}
+    rows = rows_of_batch(conversations)
     of_rows, reasons = Counter[str](), list[str]()
     turns_of = partial(_turns_of, texts, chat_template_kwargs or {}, of_rows)
     turns = [*chain(*usable(rows, turns_of, reasons.append if skip_bad else None))]

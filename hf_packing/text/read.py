@@ -32,8 +32,6 @@ _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 """Kinds of files by suffix. Files with another suffix are text."""
-_BEFORE_ARRAYS = b"\xef\xbb\xbf \t\r\n"
-"""What may stand before a JSON array: a byte order mark and blanks."""
 _COMPRESSED = r"\.(gz|bz2|xz|zst)$"
 _OPTIONS: dict[str, Any] = {
     "csv": {"keep_default_na": False},
@@ -88,7 +86,13 @@ class Documents:
             self.files = [self.data]
         elif not path.exists() and _suffix_of(self.data) in _KINDS:
             raise PackingError(f"data: expected a file, a folder or a dataset's name, but {self.data!r} does not exist")
-        kinds = sorted({_kind_of(file) for file in self.files})
+        kinds = sorted(
+            {
+                # other programs write JSON lines
+                _JSON if file == "-" or file.startswith("/dev/") else _KINDS.get(_suffix_of(file), _TEXT)
+                for file in self.files
+            }
+        )
         if len(kinds) > 1:
             raise PackingError(
                 f"data: expected files of one kind, got {' and '.join(kinds)} in {self.data!r}; glob='*.jsonl' chooses "
@@ -192,11 +196,6 @@ class Documents:
         return found.with_format(columns=found.format["columns"])
 
 
-def _kind_of(file: str) -> str:
-    """Return how a file is read: as "JSON", also from other programs, "parquet", "arrow", "csv", "tsv" or "text"."""
-    return _JSON if file == "-" or file.startswith("/dev/") else _KINDS.get(_suffix_of(file), _TEXT)
-
-
 def _suffix_of(file: str) -> str:
     """Return the suffix of a file in lower case, without that of its compression; an empty text if there is none."""
     return Path(re.sub(_COMPRESSED, "", file.lower())).suffix
@@ -211,8 +210,8 @@ def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
     """
     try:
         with io.BufferedReader(_open(file)) as stream:
-            is_array = stream.peek().lstrip(_BEFORE_ARRAYS).startswith(b"[")
-            whole = is_array if is_json else _suffix_of(file) != ".txt"
+            head = stream.peek().lstrip(b"\xef\xbb\xbf \t\r\n")  # without a byte order mark and blanks
+            whole = head.startswith(b"[") if is_json else _suffix_of(file) != ".txt"
             for number, part in enumerate([stream.read()] if whole else stream, start=1):
                 if part.strip():
                     yield (file, part) if whole else (f"{file}, line {number}", part.rstrip(b"\r\n"))

@@ -42,8 +42,6 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
 LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
-_SHOWN = 20
-"""Number of characters that an error shows of two texts before they differ; it shows twice as many after that."""
 
 
 class BadRowError(PackingError):
@@ -165,8 +163,9 @@ class Renderer:
         """Return the text of a row, and the parts of the text that are trained on.
 
         Raises:
-            BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, the
-                template cannot write the chat, or the text is not Unicode.
+            BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, or the
+                template cannot write the chat.
+            UnicodeEncodeError: the text has surrogates, which are not Unicode.
         """
         (kind, *others), before, after = self.parts_of(row)
         if self.separator is not None and kind != "prompt":
@@ -189,10 +188,7 @@ class Renderer:
             without = " without an end-of-sequence token, as by SFTTrainer" * (not rendered.ends)
             taken = f"have {' and '.join([kind, *others])}, of which {kind} is taken{without}; text_field names another"
             rendered = rendered._replace(remarks=(*rendered.remarks, taken))
-        try:
-            rendered.text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
+        rendered.text.encode()
         return rendered
 
     def _render_chat(
@@ -253,7 +249,7 @@ def check_begins_with(text: str, before: str, number: int) -> None:
     """Raise BadRowError if a chat does not begin with the text of its first messages, as the template writes them."""
     if not text.startswith(before):
         same = num_shared(before, text)
-        shown = slice(max(0, same - _SHOWN), same + 2 * _SHOWN)
+        shown = slice(max(0, same - 20), same + 40)
         raise BadRowError(
             "expected a chat template that begins turns with their generation prompt, and leaves earlier turns as they "
             f"are, but it writes {before[shown]!r} for the first {number} messages, and {text[shown]!r} once others "

@@ -271,7 +271,7 @@ def usable(
     for place, row in rows:
         try:
             yield use(row)
-        except BadRowError as error:
+        except (BadRowError, UnicodeEncodeError) as error:
             reason = f"{place}: {error}"
             if leave_out is None:
                 raise BadRowError(reason) from None
