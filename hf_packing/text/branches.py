@@ -18,10 +18,10 @@ from hf_packing.text.render import (
     lacks_text,
     settings_of,
 )
-from hf_packing.text.tokenize import TextTokenizer, rows_of_batch, usable, warn_of
+from hf_packing.text.tokenize import Ids, TextTokenizer, Tokens, rows_of_batch, usable, warn_of
 from hf_packing.versions import versioned
 
-_Turn = tuple[list[int], list[int], list[str]]
+_Turn = tuple[Ids, Ids, list[str]]
 
 
 @versioned
@@ -32,7 +32,7 @@ def branches(
     text_field: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     skip_bad: bool = False,
-) -> dict[str, list[list[int]]]:
+) -> Tokens:
     """Make one document for each assistant turn of conversations, trained on that turn only.
 
     A document begins with the tokens that the model is given when it is asked for the turn: the earlier messages as the

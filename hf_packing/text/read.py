@@ -26,7 +26,7 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.files import file_system
 from hf_packing.text.render import Rendered, reason_of
-from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer, numbered, usable
+from hf_packing.text.tokenize import TOKEN_COLUMNS, Placed, TextTokenizer, numbered, usable
 
 _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
@@ -152,7 +152,7 @@ class Documents:
             raise PackingError(f"{why}; skip_bad=True leaves out what cannot be read, and counts it")
         self.skipped.append(why)
 
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _lines(self) -> Iterator[Placed]:
         """Yield the rows of JSON files and text files."""
         for file in self.files:
             for place, part in _parts(file, self.kind == _JSON):
@@ -201,7 +201,7 @@ def _suffix_of(file: str) -> str:
     return Path(re.sub(_COMPRESSED, "", file.lower())).suffix
 
 
-def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
+def _parts(file: str, is_json: bool) -> Iterator[Placed]:
     """Yield the lines of a file, with their places; or the whole file, if it is an array of JSON, or text that is not
     .txt. What is blank is left out.
 

@@ -24,7 +24,6 @@ from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
     BadRowError,
-    Fields,
     Rendered,
     Renderer,
     num_shared,
@@ -35,8 +34,11 @@ from hf_packing.versions import versioned
 
 TOKEN_COLUMNS = datasets.Features(dict.fromkeys((INPUT_IDS, LABELS), datasets.List(datasets.Value("int32"))))
 
-Tokens = dict[str, list[list[int]]]
+Ids = list[int]
+Tokens = dict[str, list[Ids]]
 """The columns input_ids and labels of documents."""
+Placed = tuple[str, Any]
+"""A row, or what may be one, and its place, such as "a.json, line 3"."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class TextTokenizer(Renderer):
                 tokens[LABELS].append(labels)
         return tokens
 
-    def _labels(self, document: Rendered, ids: list[int], offsets: Any) -> list[int]:
+    def _labels(self, document: Rendered, ids: Ids, offsets: Any) -> Ids:
         """Return the labels of a document."""
         labels = [*ids] if document.trained is None else [IGNORED_LABEL] * len(ids)
         for first, stop in document.trained or ():
@@ -91,7 +93,7 @@ class TextTokenizer(Renderer):
             labels[:shared] = [IGNORED_LABEL] * shared
         return labels
 
-    def _num_shared(self, document: Rendered, beginning: str, ids: list[int]) -> int:
+    def _num_shared(self, document: Rendered, beginning: str, ids: Ids) -> int:
         """Return the number of tokens that a document shares with its beginning, tokenized alone."""
         encoded = self.encode([beginning], document.complete)
         alone, added = encoded[INPUT_IDS][0], encoded["special_tokens_mask"][0]
@@ -246,7 +248,7 @@ def _tokens_of(batch: Any, numbers: Sequence[int] = (), **options: Any) -> Token
     return tokens
 
 
-def rows_of_batch(batch: Any, numbers: Sequence[int] = ()) -> list[tuple[str, Fields]]:
+def rows_of_batch(batch: Any, numbers: Sequence[int] = ()) -> list[Placed]:
     """Return the rows of a batch with their places, of `Dataset.map` without the fields that Arrow has added."""
     if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
         raise PackingError(
@@ -256,16 +258,14 @@ def rows_of_batch(batch: Any, numbers: Sequence[int] = ()) -> list[tuple[str, Fi
     return [*numbered("dataset" if numbers else "batch", rows_of(batch), features, numbers)]
 
 
-def numbered(
-    place: str, rows: Iterable[Any], features: Any = None, numbers: Iterable[int] = ()
-) -> Iterator[tuple[str, Any]]:
+def numbered(place: str, rows: Iterable[Any], features: Any = None, numbers: Iterable[int] = ()) -> Iterator[Placed]:
     """Yield rows with their places, such as "a.json, row 3", without the fields that Arrow has added."""
     for number, row in zip(numbers or count(), rows, strict=False):
         yield f"{place}, row {number}", without_added_nulls(row, features)
 
 
 def usable(
-    rows: Iterable[tuple[str, Any]], use: Callable[[Any], Any], leave_out: Callable[[str], None] | None = None
+    rows: Iterable[Placed], use: Callable[[Any], Any], leave_out: Callable[[str], None] | None = None
 ) -> Iterator[Any]:
     """Yield what is made of rows, but for rows that cannot be used, which are given up with place and reason."""
     for place, row in rows:
