@@ -154,8 +154,8 @@ class Renderer:
         found = [name for name in kinds if name in given]
         if not found:
             raise BadRowError(
-                f"expected {' or '.join(kinds)}, got the fields {', '.join(row) or 'none'}; a prompt needs a "
-                "completion, and text_field names the field with text or messages"
+                f"expected {' or '.join(kinds)}, got the fields {', '.join(row) or 'none'}; text_field names the field "
+                "with text or messages, and a prompt needs a completion"
             )
         return (found, given["prompt"], given["completion"]) if found[0] == "prompt" else (found, "", given[found[0]])
 

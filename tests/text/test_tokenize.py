@@ -591,7 +591,7 @@ def test_what_is_trained_on(row, train_on, text):
     ("row", "options", "reason"),
     [
         ({"prompt": "a"}, {}, "prompt or messages .* a prompt needs a completion"),
-        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt, got the fields prompt; a prompt needs a completion"),
+        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt, got the fields prompt; .* a prompt needs a completion"),
         ({"text": "a"}, {"text_field": "body"}, "body"),
         ({}, {}, "prompt or messages or conversations or text, got the fields none"),
         ({"input_ids": [1]}, {}, "prompt or messages"),
@@ -826,7 +826,7 @@ PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is 
         (
             "chatml",
             {"prompt": [CHAT]},
-            "batch, row 0: expected prompt or .* got the fields prompt; a prompt needs",
+            "batch, row 0: expected prompt or .* got the fields prompt; .* a prompt needs",
         ),
         ("chatml", "one", "batch, row 0: expected text or a list of messages, got str"),
     ],
