@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from functools import update_wrapper
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 _OF_TEXTS = ("hf-packing", "transformers", "tokenizers", "jinja2", "trl")
@@ -31,12 +31,8 @@ class _Versioned:
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # update_wrapper sets it
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _named, (self.__module__, self.__name__, versions())  # type: ignore[attr-defined]  # as above
-
-
-def _named(module: str, name: str, _: dict[str, str]) -> Any:
-    """Return a function by its name, whatever versions it was pickled with."""
-    return getattr(import_module(module), name)
+        name = f"{self.__module__}:{self.__name__}"  # type: ignore[attr-defined]  # as above
+        return resolve_name, (name,), {"versions": versions()}
 
 
 def versioned(function: _Function) -> _Function:

@@ -2,29 +2,26 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
     LACKS_TEXT,
     BadRowError,
-    Message,
-    Settings,
+    Fields,
+    chat_of,
     check_begins_with,
     is_trained_on,
     lacks_text,
-    messages_of,
     settings_of,
 )
-from hf_packing.text.tokenize import TextTokenizer, rows_of_batch, warn_of
+from hf_packing.text.tokenize import Ids, TextTokenizer, Tokens, rows_of_batch, usable, warn_of
 from hf_packing.versions import versioned
 
-_OPENING = "open with an assistant turn, which is not trained on"
-_EMPTY = "have no later assistant turn to train on, and make no documents"
-_NO_STOP = "do not end with a special token, so the model does not learn where to stop"
-_SHOWN = 20
-"""Number of characters that an error shows of a text."""
+_Turn = tuple[Ids, Ids, list[str]]
 
 
 @versioned
@@ -32,10 +29,10 @@ def branches(
     conversations: Any,
     tokenizer: Any,
     *,
-    column: str | None = None,
+    text_field: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     skip_bad: bool = False,
-) -> dict[str, list[list[int]]]:
+) -> Tokens:
     """Make one document for each assistant turn of conversations, trained on that turn only.
 
     A document begins with the tokens that the model is given when it is asked for the turn: the earlier messages as the
@@ -50,7 +47,7 @@ def branches(
             to lists. Of `prompt` and `completion`, only assistant turns of the completion make documents. The columns
             `tools` and `chat_template_kwargs` are passed to the chat template, as in TRL.
         tokenizer: a tokenizer of transformers with a chat template.
-        column: name of the column with the conversations; None for the first that a row has of `prompt` and
+        text_field: name of the column with the conversations; None for the first that a row has of `prompt` and
             `completion`, `messages`, and `conversations`.
         chat_template_kwargs: arguments for the chat template, such as `{"enable_thinking": False}`. The row's own
             arguments take precedence.
@@ -87,96 +84,64 @@ def branches(
         >>> documents["labels"][1]
         [-100, -100, -100, -100, -100, -100, -100, -100, -100, -100, 4, 2]
     """
-    if not getattr(tokenizer, "chat_template", None) or not hasattr(tokenizer, "all_special_tokens"):
+    if not (hasattr(tokenizer, "all_special_tokens") and tokenizer.chat_template):
         raise PackingError(
             f"tokenizer: expected a tokenizer with a chat template, got {type(tokenizer).__name__}; set "
             "tokenizer.chat_template, or pass the tokenizer of a processor"
         )
-    texts = TextTokenizer(tokenizer, text_field=column)
-    is_batch = isinstance(conversations, Mapping)
-    rows = rows_of_batch(conversations) if is_batch else [{column or "messages": conversations}]
-    turns: list[_Turn] = []
-    of_rows: Counter[str] = Counter()
-    reasons = []
-    for number, row in enumerate(rows):
-        try:
-            turns += _turns_of(texts, row, chat_template_kwargs or {}, of_rows)
-        except BadRowError as error:
-            reason = str(error).replace("text_field names", "column names")
-            reasons.append(f"row {number} of the batch, {reason}" if is_batch else reason)
-            if not skip_bad:
-                raise BadRowError(reasons[0]) from None
+    texts = TextTokenizer(tokenizer, text_field=text_field)
+    if not isinstance(conversations, Mapping):
+        conversations = {text_field or "messages": [conversations]}
+    rows = rows_of_batch(conversations)
+    of_rows, reasons = Counter[str](), list[str]()
+    turns_of = partial(_turns_of, texts, chat_template_kwargs or {}, of_rows)
+    turns = [*chain(*usable(rows, turns_of, reasons.append if skip_bad else None))]
     if reasons:
         of_rows[f"cannot be used and are left out, the first because of {reasons[0]}"] = len(reasons)
     warn_of(of_rows, "branches", f"{len(rows):,} conversations")
-    of_turns = Counter(remark for turn in turns for remark in turn.remarks)
+    of_turns = Counter(remark for *_, remarks in turns for remark in remarks)
     warn_of(of_turns, "branches", f"{len(turns):,} assistant turns")
-    return {
-        INPUT_IDS: [turn.prompt + turn.generated for turn in turns],
-        LABELS: [[IGNORED_LABEL] * len(turn.prompt) + turn.generated for turn in turns],
-    }
+    return {INPUT_IDS: [ids for ids, *_ in turns], LABELS: [labels for _, labels, _ in turns]}
 
 
-class _Turn(NamedTuple):
-    """An assistant turn of a conversation."""
-
-    prompt: list[int]
-    """The tokens of the earlier messages and of the generation prompt."""
-    generated: list[int]
-    """The tokens that the model generates."""
-    remarks: Sequence[str]
-    """What users should know of the turn."""
-
-
-def _turns_of(texts: TextTokenizer, row: Mapping[str, Any], settings: Settings, remarks: Counter[str]) -> list[_Turn]:
+def _turns_of(texts: TextTokenizer, settings: Fields, remarks: Counter[str], row: Fields) -> list[_Turn]:
     """Return the assistant turns of a row, and add to the remarks on rows."""
     _, before, after = texts.parts_of(row)
-    prompt = messages_of(before or [])
-    messages = [*prompt, *messages_of(after)]
-    numbers = [number for number in range(len(prompt), len(messages)) if messages[number]["role"] == "assistant"]
-    settings = {**settings, **settings_of(row)}
-    turns = [
-        _turn_of(texts, messages[: number + 1], settings)
-        for number in numbers
-        if number and is_trained_on(messages[number])
-    ]
-    remarks[_OPENING] += 0 in numbers
-    remarks[_EMPTY] += not turns
-    return turns
+    messages, _, turns = chat_of(before, after)
+    turn_of = partial(_turn_of, texts, {**settings, **settings_of(row)})
+    chats = [(f"message {turn}", messages[: turn + 1]) for turn in turns if turn and is_trained_on(messages[turn])]
+    found = [*usable(chats, turn_of)]
+    remarks["open with an assistant turn, which is not trained on"] += 0 in turns
+    remarks["have no later assistant turn to train on, and make no documents"] += not found
+    return found
 
 
-def _turn_of(texts: TextTokenizer, messages: Sequence[Message], settings: Settings) -> _Turn:
-    """Return the last of some messages as a turn.
+def _turn_of(texts: TextTokenizer, settings: Fields, messages: Sequence[Fields]) -> _Turn:
+    """Return the last of some messages as a document: its input_ids, its labels, and what users should know of it.
 
     Raises:
         BadRowError: the turn does not begin with its generation prompt, or has no text; or tokens cannot end where the
             prompt ends.
     """
-    place = f"message {len(messages) - 1}"
-    try:
-        before, _ = texts.write(messages[:-1], settings, ask=True)
-        whole_text, _ = texts.write(messages, settings)
-        check_begins_with(whole_text, before, len(messages) - 1)
-    except BadRowError as error:
-        raise BadRowError(f"{place}: {error}") from None
+    before, _ = texts.write(messages[:-1], settings, ask=True)
+    whole_text, _ = texts.write(messages, settings)
+    check_begins_with(whole_text, before, len(messages) - 1)
     text = whole_text.removeprefix(before)
     if not text:
-        raise BadRowError(f"{place}: expected a turn with text, but the chat template writes none for it")
+        raise BadRowError("expected a turn with text, but the chat template writes none for it")
     remarks = [LACKS_TEXT] * lacks_text(messages[-1], text)
     if text.rstrip().endswith(texts.special_tokens):
         text = text.rstrip()  # the model stops at the end token; a line break after it is the template's
     else:
-        remarks.append(_NO_STOP)
-    prompt, whole = texts.encode([before, before + text])[INPUT_IDS]
-    generated = whole[len(prompt) :]
-    if whole[: len(prompt)] != prompt:  # a token spans the end of the prompt, which cannot happen at inference
-        (generated,) = texts.encode([text])[INPUT_IDS]
-        apart, together = texts.tokenizer.batch_decode(
-            [prompt + generated, whole], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        remarks.append("do not end with a special token, so the model does not learn where to stop")
+    prompt, generated, whole = texts.encode([before, text, before + text])[INPUT_IDS]
+    if whole[: len(prompt)] == prompt:
+        generated = whole[len(prompt) :]
+    else:  # a token spans the end of the prompt, which cannot happen at inference
+        apart, together = texts.tokenizer.batch_decode([prompt + generated, whole])
         if apart != together:
             raise BadRowError(
-                f"{place}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
-                f"{before[-_SHOWN:]!r} and {text[:_SHOWN]!r} become other text"
+                "expected a tokenizer that can tokenize a turn apart from its prompt, but "
+                f"{before[-20:]!r} and {text[:20]!r} become other text"
             )
-    return _Turn(prompt, generated, remarks)
+    return prompt + generated, [IGNORED_LABEL] * len(prompt) + generated, remarks

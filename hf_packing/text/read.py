@@ -8,46 +8,37 @@ is read with `datasets`. The tokens of texts and chats take 8 bytes on disk for 
 
 import io
 import json
-import lzma
 import os
+import re
 import sys
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from glob import escape
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets.data_files import DataFilesList
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.files import file_system
-from hf_packing.text.render import BadRowError, Rendered, reason_of, without_added_nulls
-from hf_packing.text.tokenize import TOKEN_COLUMNS, TextTokenizer
-
-_Rows = Iterable[tuple[str, dict[str, Any]]]
-"""Rows with their places, such as ("a.jsonl, line 3", {"text": "..."})."""
+from hf_packing.text.render import Rendered, reason_of
+from hf_packing.text.tokenize import TOKEN_COLUMNS, Placed, TextTokenizer, numbered, usable
 
 _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 """Kinds of files by suffix. Files with another suffix are text."""
-_OF_LINES = ".txt"
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_BUILDERS: dict[str, dict[str, Any]] = {
-    _JSON: {"path": "json"},
-    "parquet": {"path": "parquet"},
-    "arrow": {"path": "arrow"},
-    "csv": {"path": "csv", "keep_default_na": False},
-    "tsv": {"path": "csv", "keep_default_na": False, "sep": "\t"},
+_COMPRESSED = r"\.(gz|bz2|xz|zst)$"
+_OPTIONS: dict[str, Any] = {
+    "csv": {"keep_default_na": False},
+    "tsv": {"keep_default_na": False, "path": "csv", "sep": "\t"},
 }
-"""How `datasets` reads files by kind; in tables, text such as NA stays text."""
+"""Options for `datasets` by kind of files; in tables, text such as NA stays text."""
 _TRAIN = "train"
-_STANDARD_INPUT = "-"
 _CHARACTERS_AT_ONCE = 2_000_000
 """Approximate number of characters to tokenize in one call, enough to use all cores."""
 _SHOWN = 80
@@ -82,8 +73,26 @@ class Documents:
     """What users should know of rows, and of how many of them."""
 
     def __post_init__(self) -> None:
-        self.files = find_files(self.data, self.glob)
-        kinds = sorted({_JSON if _is_piped(file) else kind_of(file) for file in self.files})
+        path, self.files = Path(self.data), list[str]()  # no files of a saved dataset, and of a name on the hub
+        is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+        if path.is_dir() and not is_saved:
+            found = [file for file in sorted(path.rglob("*")) if file.is_file() and file.match(self.glob or "*")]
+            self.files = [str(file) for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
+            if not self.files:
+                raise PackingError(f"data: expected files like {self.glob or '*'} in {self.data!r}, got none")
+        elif self.glob:
+            raise PackingError(f"glob: expected a folder as data, got {self.data!r}")
+        elif self.data == "-" or "://" in self.data or (path.exists() and not is_saved):
+            self.files = [self.data]
+        elif not path.exists() and _suffix_of(self.data) in _KINDS:
+            raise PackingError(f"data: expected a file, a folder or a dataset's name, but {self.data!r} does not exist")
+        kinds = sorted(
+            {
+                # other programs write JSON lines
+                _JSON if file == "-" or file.startswith("/dev/") else _KINDS.get(_suffix_of(file), _TEXT)
+                for file in self.files
+            }
+        )
         if len(kinds) > 1:
             raise PackingError(
                 f"data: expected files of one kind, got {' and '.join(kinds)} in {self.data!r}; glob='*.jsonl' chooses "
@@ -107,48 +116,35 @@ class Documents:
             PackingError: rows cannot be read or used, and `skip_bad` is False; or an argument does not fit the rows.
         """
         dataset = None if self.kind in (_JSON, _TEXT) else self._load()
-        rows = self._lines() if dataset is None else _numbered(self.data, dataset, dataset.features)
+        rows = self._lines() if dataset is None else numbered(self.data, dataset, dataset.features)
         first = list(islice(rows, 1))
         names = first[0][1] if first else {}
         if INPUT_IDS in names and (tokenizer is None or tokenizer.text_field is None):
-            if tokenizer is not None or self.skip_bad:
-                argument = "skip_bad" if tokenizer is None else "tokenizer"
+            if unused := "tokenizer" * (tokenizer is not None) or "skip_bad" * self.skip_bad:
                 raise PackingError(
-                    f"{argument}: expected none for documents with input_ids, which are tokens already; text_field "
-                    "names a field to tokenize instead"
+                    f"{unused}: expected none for documents with input_ids, which are tokens already; text_field names "
+                    "a field to tokenize instead"
                 )
             return self._load() if dataset is None else dataset
         if tokenizer is None:
             raise PackingError(
                 f"tokenizer: expected one for documents with {', '.join(names) or 'no fields'}, got none"
             )
-        tokenizer.remarks.clear()
-        schema = TOKEN_COLUMNS.arrow_schema
-        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-            for block in self._blocks(chain(first, rows), tokenizer):
-                tokens = dict(zip(schema.names, tokenizer.tokens(block), strict=True))
-                stream.write_table(pa.table(tokens, schema=schema))
-                seen(len(block))
-        self.remarks = tokenizer.remarks.copy()
-        return datasets.Dataset.from_file(str(file))
+        schema, total = TOKEN_COLUMNS.arrow_schema, 0
 
-    def _blocks(self, rows: _Rows, tokenizer: TextTokenizer) -> Iterator[list[Rendered]]:
-        """Yield lists of rendered documents, large enough to keep all threads of the tokenizer busy."""
-        block: list[Rendered] = []
-        size = 0
-        for place, row in rows:
-            try:
-                document = tokenizer.render(row)
-            except BadRowError as error:
-                self._leave_out(f"{place}: {error}")
-                continue
-            block.append(document)
-            size += len(document.text)
-            if size >= _CHARACTERS_AT_ONCE:
-                yield block
-                block, size = [], 0
-        if block:
-            yield block
+        def block_of(document: Rendered) -> int:
+            """Return the number of the block in which a document is tokenized, with the documents before it."""
+            nonlocal total
+            total += len(document.text)
+            return total // _CHARACTERS_AT_ONCE
+
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+            documents = usable(chain(first, rows), tokenizer.render, self._leave_out)
+            for _, group in groupby(documents, block_of):
+                block = list(group)
+                stream.write_table(pa.table(tokenizer.tokens(block, self.remarks), schema=schema))
+                seen(len(block))
+        return datasets.Dataset.from_file(str(file))
 
     def _leave_out(self, why: str) -> None:
         """Record that a line or a row is left out, with its place and the reason; raise an error without `skip_bad`."""
@@ -156,7 +152,7 @@ class Documents:
             raise PackingError(f"{why}; skip_bad=True leaves out what cannot be read, and counts it")
         self.skipped.append(why)
 
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _lines(self) -> Iterator[Placed]:
         """Yield the rows of JSON files and text files."""
         for file in self.files:
             for place, part in _parts(file, self.kind == _JSON):
@@ -164,14 +160,11 @@ class Documents:
                     text = part.decode("utf-8-sig")
                     if "\0" in text:
                         raise ValueError("NUL bytes, which are typical of arrays and UTF-16")
-                    if self.kind == _JSON:
-                        found = json.loads(text)
-                    else:
-                        found = {"text": text.rstrip("\r\n") if _suffix_of(file) == _OF_LINES else text}
+                    found = json.loads(text) if self.kind == _JSON else {"text": text}
                 except (ValueError, RecursionError) as error:
                     self._leave_out(f"{place}: expected {self.kind} in UTF-8, got {part.strip()[:_SHOWN]!r} ({error})")
                     continue
-                for where, row in _numbered(place, found) if isinstance(found, list) else [(place, found)]:
+                for where, row in numbered(place, found) if isinstance(found, list) else [(place, found)]:
                     if isinstance(row, dict):
                         yield where, row
                     else:
@@ -181,13 +174,13 @@ class Documents:
         """Return the rows of everything that `datasets` reads, without the format of a saved dataset."""
         try:
             if self.kind is not None:
-                files: Any = self.files
+                files = self.files
                 if os.path.exists(files[0]):  # names that exist are no patterns
                     if any("::" in file or "$" in file for file in files):
                         raise PackingError("`datasets` replaces :: and $ in names; rename it")
-                    changed = [(str(os.stat(file).st_mtime_ns),) for file in files]
-                    files = DataFilesList(list(map(os.path.abspath, files)), changed)
-                found = datasets.load_dataset(data_files={_TRAIN: files}, split=_TRAIN, **_BUILDERS[self.kind])
+                    files = [escape(os.path.abspath(file)) for file in files]
+                options = {"path": self.kind.lower(), **_OPTIONS.get(self.kind, {})}
+                found = datasets.load_dataset(data_files=files, split=_TRAIN, **options)
             elif not Path(self.data).exists():
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
             else:
@@ -203,53 +196,12 @@ class Documents:
         return found.with_format(columns=found.format["columns"])
 
 
-def find_files(data: str, glob: str | None = None) -> list[str]:
-    """Return the files to read; none for a saved dataset, and for a name on the hub. Hidden files are left out.
-
-    Args:
-        data: as for `Documents`.
-        glob: as for `Documents`.
-
-    Raises:
-        PackingError: there are no files, or a pattern is given without a folder.
-    """
-    path = Path(data)
-    is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
-    if path.is_dir() and not is_saved:
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.match(glob or "*")]
-        shown = [str(file) for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
-        if not shown:
-            raise PackingError(f"data: expected files{f' like {glob}' if glob else ''} in {data!r}, got none")
-        return shown
-    if glob:
-        raise PackingError(f"glob: expected a folder as data, got {data!r}")
-    if _is_piped(data) or "://" in data or (path.exists() and not is_saved):
-        return [data]
-    if not path.exists() and (path.is_absolute() or kind_of(data) != _TEXT):
-        raise PackingError(f"data: expected a file, a folder or a dataset's name, but {data!r} does not exist")
-    return []
-
-
-def kind_of(file: str) -> str:
-    """Return how a file is read: as "JSON", "parquet", "arrow", "csv", "tsv" or "text"."""
-    return _KINDS.get(_suffix_of(file), _TEXT)
-
-
 def _suffix_of(file: str) -> str:
     """Return the suffix of a file in lower case, without that of its compression; an empty text if there is none."""
-    return next((each for each in reversed(Path(file.lower()).suffixes) if each not in _COMPRESSED), "")
+    return Path(re.sub(_COMPRESSED, "", file.lower())).suffix
 
 
-def _is_piped(file: str) -> bool:
-    """Return whether a name stands for standard input, or for what another program writes."""
-    return file == _STANDARD_INPUT or file.startswith("/dev/")
-
-
-def _numbered(place: str, rows: Iterable[Any], features: Any = None) -> Iterator[tuple[str, Any]]:
-    return ((f"{place}, row {number}", without_added_nulls(row, features)) for number, row in enumerate(rows))
-
-
-def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
+def _parts(file: str, is_json: bool) -> Iterator[Placed]:
     """Yield the lines of a file, with their places; or the whole file, if it is an array of JSON, or text that is not
     .txt. What is blank is left out.
 
@@ -257,16 +209,13 @@ def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
         PackingError: the file cannot be read to its end.
     """
     try:
-        with _open(file) as stream:
-            head = [stream.readline()]
-            while head[-1].isspace():
-                head.append(stream.readline())
-            is_array = head[-1].decode("utf-8-sig", errors="replace").lstrip().startswith("[")
-            whole = is_array if is_json else _suffix_of(file) != _OF_LINES
-            for number, part in enumerate([b"".join(head) + stream.read()] if whole else chain(head, stream), start=1):
+        with io.BufferedReader(_open(file)) as stream:
+            head = stream.peek().lstrip(b"\xef\xbb\xbf \t\r\n")  # without a byte order mark and blanks
+            whole = head.startswith(b"[") if is_json else _suffix_of(file) != ".txt"
+            for number, part in enumerate([stream.read()] if whole else stream, start=1):
                 if part.strip():
-                    yield file if whole else f"{file}, line {number}", part
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+                    yield (file, part) if whole else (f"{file}, line {number}", part.rstrip(b"\r\n"))
+    except Exception as error:  # errors of files, the network and what was compressed
         raise PackingError(
             f"{file}: expected a file that can be read to its end, got the error: {reason_of(error)}"
         ) from None
@@ -274,10 +223,12 @@ def _parts(file: str, is_json: bool) -> Iterator[tuple[str, bytes]]:
 
 def _open(file: str) -> Any:
     """Open a file, decompressed by its suffix."""
-    if _is_piped(file):  # fsspec asks for the size of what it opens
-        return sys.stdin.buffer if file == _STANDARD_INPUT else Path(file).open("rb")
+    if file == "-":
+        return sys.stdin.buffer
+    if file.startswith("/dev/"):  # of which fsspec would ask for the size
+        return Path(file).open("rb")
     system, path = file_system(file)
     if file.lower().endswith(".zst"):
-        return io.BufferedReader(pa.CompressedInputStream(system.open(path), "zstd"))
+        return pa.CompressedInputStream(system.open(path), "zstd")
     # an archive is no compressed file: of a .zip, fsspec would open the first file alone
-    return system.open(path, compression="infer" if file.lower().endswith(_COMPRESSED) else None)
+    return system.open(path, compression="infer" if re.search(_COMPRESSED, file.lower()) else None)

@@ -33,9 +33,8 @@ CHATML = (
 )
 """The chat template for a tokenizer that has none. Tools are written as JSON, in a system message at the beginning."""
 
-Message = Mapping[str, Any]
-Settings = Mapping[str, Any]
-"""Arguments that a row passes to the chat template: `tools`, and the content of `chat_template_kwargs`."""
+Fields = Mapping[str, Any]
+"""Values by name: a row, a message, or arguments for the chat template."""
 Span = tuple[int, int]
 """A part of a text, as a slice (start, stop) of characters."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -43,14 +42,6 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
 LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
-_SHAREGPT = {"from": "role", "value": "content"}
-"""Names of fields in ShareGPT's messages, and in those of chat templates."""
-_END_OF_THINKING = "</think>"
-"""Where thinking ends that is part of the content. Templates write it in their own way."""
-_MOST_OF_A_REASON = 1000
-"""The most characters of another library's error that a message shows."""
-_SHOWN = 20
-"""Number of characters that an error shows of two texts before they differ; it shows twice as many after that."""
 
 
 class BadRowError(PackingError):
@@ -96,7 +87,7 @@ class Renderer:
     def special_tokens(self) -> tuple[str, ...]:
         """All special tokens of the tokenizer, also those without a name such as `eos_token`."""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return tuple({*self.tokenizer.all_special_tokens, *added})
+        return (*self.tokenizer.all_special_tokens, *added)
 
     @cached_property
     def _template_for_training(self) -> Any:
@@ -105,24 +96,23 @@ class Renderer:
         Raises:
             MissingDependencyError: TRL is not installed, and may have another version of a template without marks.
         """
-        if self.template != self.tokenizer.chat_template:
-            return self.template
-        try:
-            from trl import get_training_chat_template
+        if self.template == self.tokenizer.chat_template:
+            try:
+                from trl import get_training_chat_template
 
-            return get_training_chat_template(self.tokenizer) or self.template
-        except ValueError:  # TRL does not know the template
-            return self.template
-        except ImportError:
-            if _MARKS.search(str(self.template)):
-                return self.template
-            raise MissingDependencyError(
-                "the chat template does not mark the assistant's turns, and TRL has such versions of many templates: "
-                'pip install "hf-packing[trl]", or pass a chat_template with {% generation %} marks'
-            ) from None
+                return get_training_chat_template(self.tokenizer) or self.template
+            except ValueError:  # TRL does not know the template
+                pass
+            except ImportError:
+                if not _MARKS.search(str(self.template)):
+                    raise MissingDependencyError(
+                        "the chat template does not mark the assistant's turns, and TRL has such versions of many "
+                        'templates: pip install "hf-packing[trl]", or pass a chat_template with {% generation %} marks'
+                    ) from None
+        return self.template
 
     def write(
-        self, messages: Sequence[Message], settings: Settings, ask: bool = False, for_training: bool = False
+        self, messages: Sequence[Fields], settings: Fields, ask: bool = False, for_training: bool = False
     ) -> tuple[str, list[Span] | None]:
         """Return a chat as text, if `ask` with the generation prompt, and the parts that the template marks.
 
@@ -136,21 +126,23 @@ class Renderer:
         )
         if settings.get("tools") and "tools" not in source:
             raise BadRowError("expected a chat template that writes tools, since the row has tools")
-        marked = _MARKS.search(source) is not None
-        options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": source}
-        options |= {"add_generation_prompt": ask, "return_assistant_tokens_mask": marked}
-        try:
-            (text,), spans = render_jinja_template([with_parsed_arguments(messages)], **options)
-        except Exception:  # templates may raise anything
-            try:  # as DeepSeek's, which join arguments to text
-                (text,), spans = render_jinja_template([messages], **options)
-            except Exception as error:
-                raise BadRowError(
-                    f"expected messages that the chat template accepts, got the error: {reason_of(error)}"
-                ) from None
-        return text, spans[0] if marked else None
+        options = {
+            **self.tokenizer.special_tokens_map,
+            **settings,
+            "chat_template": source,
+            "add_generation_prompt": ask,
+            "return_assistant_tokens_mask": _MARKS.search(source),
+        }
+        reason = ""
+        for chat in with_parsed_arguments(messages), messages:  # some templates, as DeepSeek's, join arguments to text
+            try:
+                (text,), spans = render_jinja_template([chat], **options)
+                return text, spans[0] if spans else None
+            except Exception as error:  # templates may raise anything
+                reason = reason_of(error)
+        raise BadRowError(f"expected messages that the chat template accepts, got the error: {reason}")
 
-    def parts_of(self, row: Mapping[str, Any]) -> tuple[list[str], Any, Any]:
+    def parts_of(self, row: Fields) -> tuple[list[str], Any, Any]:
         """Return the fields that a row has, its prompt, empty if it has none, and what follows, of the first field."""
         given = {name: value for name, value in row.items() if value is not None}
         if "completion" not in given:
@@ -161,21 +153,19 @@ class Renderer:
                 kinds.sort(key=("prompt", "conversations").__contains__, reverse=True)
         found = [name for name in kinds if name in given]
         if not found:
-            expected = self.text_field
-            if expected in (None, "prompt"):
-                expected = "prompt and completion, messages, conversations, or text"
             raise BadRowError(
-                f"expected {expected}, got the fields {', '.join(row) or 'none'}; text_field names the field with text "
-                "or messages"
+                f"expected {' or '.join(kinds)}, got the fields {', '.join(row) or 'none'}; text_field names the field "
+                "with text or messages, and a prompt needs a completion"
             )
         return (found, given["prompt"], given["completion"]) if found[0] == "prompt" else (found, "", given[found[0]])
 
-    def render(self, row: Mapping[str, Any]) -> Rendered:
+    def render(self, row: Fields) -> Rendered:
         """Return the text of a row, and the parts of the text that are trained on.
 
         Raises:
-            BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, the
-                template cannot write the chat, or the text is not Unicode.
+            BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, or the
+                template cannot write the chat.
+            UnicodeEncodeError: the text has surrogates, which are not Unicode.
         """
         (kind, *others), before, after = self.parts_of(row)
         if self.separator is not None and kind != "prompt":
@@ -189,28 +179,26 @@ class Renderer:
             )
         train_on = self.train_on or fitting[0]
         if is_chat:
-            prompt = messages_of(before or [])
-            rendered = self._render_chat([*prompt, *messages_of(after)], len(prompt), settings_of(row), train_on)
+            rendered = self._render_chat(*chat_of(before, after), settings_of(row), train_on)
         else:
             before += self.separator or ""
             masked = before if train_on == "completion" else None
             rendered = Rendered(before + after, masked, ends="text" not in others)
         if others:
-            taken = f"have {' and '.join([kind, *others])}, of which {kind} is taken; text_field names another field"
+            without = " without an end-of-sequence token, as by SFTTrainer" * (not rendered.ends)
+            taken = f"have {' and '.join([kind, *others])}, of which {kind} is taken{without}; text_field names another"
             rendered = rendered._replace(remarks=(*rendered.remarks, taken))
-        try:
-            rendered.text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
+        rendered.text.encode()
         return rendered
 
-    def _render_chat(self, messages: Sequence[Message], prompt: int, settings: Settings, train_on: str) -> Rendered:
-        """Return the text of a chat, and its parts that are trained on; the first `prompt` messages are the prompt."""
+    def _render_chat(
+        self, messages: Sequence[Fields], prompt: int, turns: Sequence[int], settings: Fields, train_on: str
+    ) -> Rendered:
+        """Return the text of a chat, and its parts that are trained on."""
         if prompt == len(messages):
             raise BadRowError("expected at least one message, got an empty list")
         for_training = train_on == "assistant"
         text, marked = self.write(messages, settings, for_training=for_training)
-        turns = [number for number in range(prompt, len(messages)) if messages[number]["role"] == "assistant"]
         kept = [is_trained_on(messages[turn]) for turn in turns]
         before, trained = None, None
         if prompt and train_on != "all":
@@ -228,21 +216,21 @@ class Renderer:
         lacks = any(lacks_text(messages[turn], after) for turn in turns)
         return Rendered(text, before, trained, complete=True, remarks=(LACKS_TEXT,) * lacks)
 
-    def _spans_of(self, text: str, messages: Sequence[Message], turns: Sequence[int], settings: Settings) -> list[Span]:
+    def _spans_of(self, text: str, messages: Sequence[Fields], turns: Sequence[int], settings: Fields) -> list[Span]:
         """Return the parts of a text that the training template adds for turns to the earlier messages.
 
         So that long chats take linear time, each part is first looked for as what the template adds to the messages
         through the first turn.
         """
         spans: list[Span] = []
-        first: Sequence[Message] = ()
+        first: Any = ()
         opened, done, end = "", 0, 0
 
         def edge(stop: int, ask: bool) -> int:
             """Return the length of the text of the messages up to one, if `ask` with the generation prompt."""
             with suppress(BadRowError):
                 written, _ = self.write([*first, *messages[done:stop]], settings, ask, True)
-                if first and written.startswith(opened) and text.startswith(written[len(opened) :], end):
+                if written.startswith(opened) and text.startswith(written[len(opened) :], end):
                     return end + len(written) - len(opened)
             before, _ = self.write(messages[:stop], settings, ask, True)
             check_begins_with(text, before, stop)
@@ -261,7 +249,7 @@ def check_begins_with(text: str, before: str, number: int) -> None:
     """Raise BadRowError if a chat does not begin with the text of its first messages, as the template writes them."""
     if not text.startswith(before):
         same = num_shared(before, text)
-        shown = slice(max(0, same - _SHOWN), same + 2 * _SHOWN)
+        shown = slice(max(0, same - 20), same + 40)
         raise BadRowError(
             "expected a chat template that begins turns with their generation prompt, and leaves earlier turns as they "
             f"are, but it writes {before[shown]!r} for the first {number} messages, and {text[shown]!r} once others "
@@ -270,19 +258,18 @@ def check_begins_with(text: str, before: str, number: int) -> None:
         )
 
 
-def is_trained_on(message: Message) -> bool:
+def is_trained_on(message: Fields) -> bool:
     """Return whether a message says nothing else by the fields of OpenAI, axolotl, torchtune and LLaMA-Factory."""
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise BadRowError(f"weight: expected 0 or 1 in a message, got {weight!r}")
-    skipped = weight == 0 or message.get("masked") or False in (message.get("train"), message.get("trainable"))
-    return not skipped
+    return False not in (weight, message.get("train"), message.get("trainable"), not message.get("masked"))
 
 
-def lacks_text(message: Message, text: str) -> bool:
+def lacks_text(message: Fields, text: str) -> bool:
     """Return whether a text, as a chat template writes it, lacks content, thinking, or names of called tools."""
     content = message.get("content")
-    expected = [str(content or "").rpartition(_END_OF_THINKING)[2]]
+    expected = [str(content or "").rpartition("</think>")[2]]  # templates write thinking in their own way
     if isinstance(content, list):
         expected = [part["text"] for part in content]
     expected += [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or []]
@@ -290,32 +277,45 @@ def lacks_text(message: Message, text: str) -> bool:
     return any(part.strip() not in text for part in expected)
 
 
-def messages_of(value: Any) -> list[Message]:
+def chat_of(before: Any, after: Any) -> tuple[list[Fields], int, list[int]]:
+    """Return the messages of a chat, how many are the prompt, and the numbers of the assistant's in what follows."""
+    prompt, completion = messages_of(before or []), messages_of(after)
+    turns = [turn for turn, message in enumerate(completion, start=len(prompt)) if message["role"] == "assistant"]
+    return prompt + completion, len(prompt), turns
+
+
+def messages_of(value: Any) -> list[Fields]:
     """Return the messages of a chat, also of ShareGPT's form; raise BadRowError if the value is something else."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        got = f"{type(value).__name__}: {str(value)[:40]}"
+    if not isinstance(value, list):
         hint = "; map needs batched=True" if isinstance(value, Mapping) else ""
-        raise BadRowError(f"expected text or a list of messages, got {got}{hint}")
-    messages: list[Message] = []
-    for number, given in enumerate(value):
-        message = dict(given) if isinstance(given, Mapping) else {}
-        if "role" not in message:
-            message = {_SHAREGPT.get(name, name): each for name, each in message.items()}
-        if "role" not in message or not message.keys() & {"content", "tool_calls"}:
-            raise BadRowError(f"expected messages with a role, and with content or tool_calls, got {str(given)[:40]}")
-        if message["role"] in ("human", "gpt"):
-            raise BadRowError(
-                f"message {number}: expected a role of the chat template, such as user or assistant, got "
-                f"{message['role']!r}; rename the roles"
-            )
-        for part in texts if isinstance(texts := message.get("content"), list) else []:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise BadRowError(f"message {number}: expected text, got a part for a processor: {str(part)[:40]}")
-        messages.append(message)
+        raise BadRowError(f"expected text or a list of messages, got {type(value).__name__}: {str(value)[:40]}{hint}")
+    messages: list[Any] = []
+    for number, message in enumerate(value):
+        match message:
+            case {"role": "human" | "gpt" as role} | {"from": "human" | "gpt" as role}:
+                raise BadRowError(
+                    f"message {number}: expected a role of the chat template, such as user or assistant, got {role!r}; "
+                    "rename the roles"
+                )
+            case {"role": _, "content": _} | {"role": _, "tool_calls": _}:
+                messages.append(message)
+            case {"from": role, "value": content, **others}:
+                messages.append({"role": role, "content": content, **others})
+            case _:
+                raise BadRowError(
+                    f"message {number}: expected messages with a role, and with content or tool_calls, got "
+                    f"{str(message)[:40]}"
+                )
+        for part in texts if isinstance(texts := messages[-1].get("content"), list) else []:
+            match part:
+                case {"text": str()}:
+                    pass
+                case _:
+                    raise BadRowError(f"message {number}: expected text, got a part for a processor: {str(part)[:40]}")
     return messages
 
 
-def settings_of(row: Mapping[str, Any]) -> Settings:
+def settings_of(row: Fields) -> Fields:
     """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL."""
     tools = row.get("tools")
     try:
@@ -329,7 +329,7 @@ def settings_of(row: Mapping[str, Any]) -> Settings:
 
 def reason_of(error: Exception) -> str:
     """Return the message of an error as one line of limited length, or the error's type if the message is empty."""
-    return shorten(str(error), _MOST_OF_A_REASON) or type(error).__name__
+    return shorten(str(error), 1000) or type(error).__name__
 
 
 def without_added_nulls(value: Any, feature: Any) -> Any:
@@ -339,20 +339,16 @@ def without_added_nulls(value: Any, feature: Any) -> Any:
         value: a row, or a part of one.
         feature: its type in `datasets`; what this type leaves open, such as that of JSON, has only nulls of the data.
     """
-    if isinstance(feature, Mapping) and isinstance(value, Mapping):
-        kept = {name: each for name, each in value.items() if each is not None}
-        return {name: without_added_nulls(each, feature.get(name)) for name, each in kept.items()}
+    if isinstance(feature, Mapping) and value:
+        return {name: without_added_nulls(each, feature.get(name)) for name, each in value.items() if each is not None}
     if isinstance(value, list):
         return [without_added_nulls(each, getattr(feature, "feature", None)) for each in value]
     return value
 
 
-def with_parsed_arguments(messages: Sequence[Message]) -> list[Message]:
+def with_parsed_arguments(messages: Sequence[Fields]) -> list[Fields]:
     """Return messages whose tool calls have arguments as mappings, which templates expect, also if they were JSON."""
-    parsed = [
-        {**each, "tool_calls": deepcopy(each.get("tool_calls"))} if each.get("tool_calls") else each
-        for each in messages
-    ]
+    parsed = deepcopy([*messages])
     for message in parsed:
         for call in message.get("tool_calls") or []:
             function = call.get("function", call)

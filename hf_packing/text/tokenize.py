@@ -11,20 +11,18 @@ decided as in TRL, so that labels are equal:
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, count, groupby, repeat
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
-    TRAIN_ON,
     BadRowError,
     Rendered,
     Renderer,
@@ -32,25 +30,15 @@ from hf_packing.text.render import (
     reason_of,
     without_added_nulls,
 )
-from hf_packing.versions import versioned, versions
+from hf_packing.versions import versioned
 
-TOKEN_COLUMNS = datasets.Features(
-    {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
-)
-_STREAMS = (datasets.IterableDataset, datasets.IterableDatasetDict)
-_DICTS = (datasets.DatasetDict, datasets.IterableDatasetDict)
+TOKEN_COLUMNS = datasets.Features(dict.fromkeys((INPUT_IDS, LABELS), datasets.List(datasets.Value("int32"))))
 
-Tokens = tuple[list[list[int]], list[list[int]]]
-"""The input_ids and the labels of documents."""
-
-
-UNTRAINED = "have no token to train on"
-NO_END = "end without an end-of-sequence token, since the tokenizer has none"
-TEXT_BESIDE = "end without an end-of-sequence token, as in SFTTrainer, since a field text stands beside the completion"
-TWICE = (
-    "have the tokenizer's special tokens twice at an end, since their text begins or ends with them already; "
-    "add_special_tokens=False adds none"
-)
+Ids = list[int]
+Tokens = dict[str, list[Ids]]
+"""The columns input_ids and labels of documents."""
+Placed = tuple[str, Any]
+"""A row, or what may be one, and its place, such as "a.json, line 3"."""
 
 
 @dataclass(frozen=True)
@@ -61,63 +49,61 @@ class TextTokenizer(Renderer):
     """Whether texts end with the end-of-sequence token, if there is one. Chat templates write their own."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to texts."""
-    remarks: Counter[str] = field(default_factory=Counter)
-    """What users should know of rows, and of how many of them."""
 
-    def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
-        """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
-        input_ids, labels = [], []
-        last = self.tokenizer.eos_token_id
+    def tokens(self, rendered: Sequence[Rendered], remarks: Counter[str]) -> Tokens:
+        """Return documents, with labels of -100 at tokens that are not trained on, and add to the remarks on rows."""
+        tokens: Tokens = {INPUT_IDS: [], LABELS: []}
+        eos = self.tokenizer.eos_token_id
+        last = [] if eos is None else [eos]
         for complete, group in groupby(rendered, attrgetter("complete")):
             documents = list(group)
             encoded = self.encode([each.text for each in documents], complete, complete)
-            for number, document in enumerate(documents):
-                ids, added = encoded[INPUT_IDS][number], encoded["special_tokens_mask"][number]
-                offsets = encoded["offset_mapping"][number] if "offset_mapping" in encoded else []
-                trained = self._labels(document, ids, offsets)
+            places = encoded.get("offset_mapping", repeat([]))
+            for document, ids, added, offsets in zip(
+                documents, encoded[INPUT_IDS], encoded["special_tokens_mask"], places, strict=False
+            ):
                 wanted = self.end_documents and not complete
-                end = [last] if wanted and document.ends and last is not None and ids[-1:] != [last] else []
+                end = last if wanted and document.ends and ids[-1:] != last else []
+                labels = self._labels(document, ids, offsets) + end
                 said = {
-                    TWICE: len(ids) > 1 and ((ids[0] == ids[1] and added[0]) or (ids[-1] == ids[-2] and added[-1])),
-                    NO_END: wanted and last is None,
-                    TEXT_BESIDE: wanted and not document.ends,
-                    UNTRAINED: not any(label >= 0 for label in [*trained, *end][1:]),
+                    "have the tokenizer's special tokens twice at an end, since their text begins or ends with them "
+                    "already; add_special_tokens=False adds none": len(ids) > 1
+                    and ((ids[0] == ids[1] and added[0]) or (ids[-1] == ids[-2] and added[-1])),
+                    "end without an end-of-sequence token, since the tokenizer has none": wanted and not last,
+                    "have no token to train on": {*labels[1:]} <= {IGNORED_LABEL},
                 }
-                self.remarks.update([*document.remarks, *(remark for remark, holds in said.items() if holds)])
-                input_ids.append([*ids, *end])
-                labels.append([*trained, *end])
-        return input_ids, labels
+                remarks.update([*document.remarks, *compress(said, said.values())])
+                tokens[INPUT_IDS].append(ids + end)
+                tokens[LABELS].append(labels)
+        return tokens
 
-    def _labels(self, document: Rendered, ids: list[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    def _labels(self, document: Rendered, ids: Ids, offsets: Any) -> Ids:
         """Return the labels of a document."""
         labels = [*ids] if document.trained is None else [IGNORED_LABEL] * len(ids)
-        # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
-        exact = len(offsets) > 0 and offsets[-1][1] == len(document.text)
         for first, stop in document.trained or ():
-            if exact:
+            # characters that a tokenizer drops move those of all later tokens: the last one seems to end too early
+            if offsets and offsets[-1][1] == len(document.text):
                 begin = bisect_right(offsets, first, key=itemgetter(1))
                 end = bisect_left(offsets, stop, key=itemgetter(0))
             else:
                 begin, end = (self._num_shared(document, document.text[:edge], ids) for edge in (first, stop))
-            if stop == len(document.text):  # with the tokens that the tokenizer adds
-                end = len(ids)
             labels[begin:end] = ids[begin:end]
         if document.prompt is not None:
             shared = self._num_shared(document, document.prompt, ids)
             labels[:shared] = [IGNORED_LABEL] * shared
         return labels
 
-    def _num_shared(self, document: Rendered, beginning: str, ids: list[int]) -> int:
+    def _num_shared(self, document: Rendered, beginning: str, ids: Ids) -> int:
         """Return the number of tokens that a document shares with its beginning, tokenized alone."""
-        alone = self.encode([beginning], document.complete)
-        within = np.flatnonzero(~np.array(alone["special_tokens_mask"][0], dtype=bool))
-        # the special tokens at the end are not in the document
-        return num_shared(ids, alone[INPUT_IDS][0][: within[-1] + 1] if len(within) else alone[INPUT_IDS][0])
+        encoded = self.encode([beginning], document.complete)
+        alone, added = encoded[INPUT_IDS][0], encoded["special_tokens_mask"][0]
+        if 0 in added:  # the special tokens at the end are not in the document
+            del alone[len(added) - added[::-1].index(0) :]
+        return num_shared(ids, alone)
 
-    def encode(self, texts: list[str], complete: bool = True, with_offsets: bool = False) -> Mapping[str, Any]:
+    def encode(self, texts: list[str], complete: bool = True, with_offsets: bool = False) -> Any:
         """Return what the tokenizer makes of texts. Chats get no special tokens, since templates have written them."""
-        tokenizer: Any = self.tokenizer
-        encoded: Mapping[str, Any] = tokenizer(
+        return self.tokenizer(
             texts,
             add_special_tokens=self.add_special_tokens and not complete,
             padding=False,
@@ -125,10 +111,9 @@ class TextTokenizer(Renderer):
             return_attention_mask=False,
             return_token_type_ids=False,
             return_special_tokens_mask=True,
-            return_offsets_mapping=with_offsets and tokenizer.is_fast,
+            return_offsets_mapping=with_offsets and self.tokenizer.is_fast,
             verbose=False,
         )
-        return encoded
 
 
 def warn_of(remarks: Counter[str], who: str, of: str) -> None:
@@ -231,9 +216,7 @@ def tokenize(
         >>> documents["labels"][0]
         [-100, -100, -100, -100, 4, 2]
     """
-    if train_on not in (None, *TRAIN_ON):
-        raise PackingError(f"train_on: expected one of {', '.join(TRAIN_ON)}, or None, got {train_on!r}")
-    if not callable(tokenizer) or not hasattr(tokenizer, "chat_template"):
+    if not hasattr(tokenizer, "all_special_tokens"):
         raise PackingError(f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}")
     options = {
         "tokenizer": tokenizer,
@@ -242,51 +225,54 @@ def tokenize(
         "chat_template": chat_template,
         "add_special_tokens": add_special_tokens,
     }
-    if isinstance(dataset, _DICTS):
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})
-    if not isinstance(dataset, (datasets.Dataset, *_STREAMS)):
+    if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         return _tokens_of(dataset, **options)
-    options["versions"] = versions()
-    settings = {"batched": True, "fn_kwargs": options, "features": TOKEN_COLUMNS}
+    names, settings = dataset.column_names, {"batched": True, "fn_kwargs": options, "features": TOKEN_COLUMNS}
     if isinstance(dataset, datasets.IterableDataset):  # without the numbers of its rows, so that its shards stay apart
-        names = dataset.column_names or list(next(iter(dataset), {}))
-        return dataset.map(_tokens_of, remove_columns=names, **settings)
-    if not len(dataset):
+        return dataset.map(_tokens_of, remove_columns=names or list(next(iter(dataset), {})), **settings)
+    if not dataset:
         return datasets.Dataset.from_dict({name: [] for name in TOKEN_COLUMNS}, TOKEN_COLUMNS, split=dataset.split)
-    return dataset.with_format(columns=dataset.format["columns"]).map(
-        _tokens_of,
-        with_indices=True,
-        num_proc=num_proc,
-        desc="Tokenizing",
-        remove_columns=dataset.column_names,
-        **settings,
-    )
+    settings |= {"with_indices": True, "num_proc": num_proc, "desc": "Tokenizing", "remove_columns": names}
+    return dataset.with_format(columns=dataset.format["columns"]).map(_tokens_of, **settings)
 
 
-def _tokens_of(
-    batch: Mapping[str, Sequence[Any]],
-    numbers: Sequence[int] | None = None,
-    versions: object = None,  # noqa: ARG001  # the key of a cached result depends on it
-    **options: Any,
-) -> dict[str, list[list[int]]]:
+@versioned
+def _tokens_of(batch: Any, numbers: Sequence[int] = (), **options: Any) -> Tokens:
     """Return the tokens and labels of a batch of rows; `numbers` are those of the rows in the dataset."""
-    rows, texts, rendered = rows_of_batch(batch), TextTokenizer(**options), []
-    for number, row in enumerate(rows):
-        try:
-            rendered.append(texts.render(row))
-        except BadRowError as error:
-            place = f"row {number} of the batch" if numbers is None else f"row {numbers[number]}"
-            raise PackingError(f"{place}: {error}") from None
-    input_ids, labels = texts.tokens(rendered)
-    warn_of(texts.remarks, "tokenize", f"{len(rows):,} rows")
-    return {INPUT_IDS: input_ids, LABELS: labels}
+    texts, remarks = TextTokenizer(**options), Counter[str]()
+    rows = rows_of_batch(batch, numbers)
+    tokens = texts.tokens([*usable(rows, texts.render)], remarks)
+    warn_of(remarks, "tokenize", f"{len(rows):,} rows")
+    return tokens
 
 
-def rows_of_batch(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch, of `Dataset.map` without the fields that Arrow has added."""
+def rows_of_batch(batch: Any, numbers: Sequence[int] = ()) -> list[Placed]:
+    """Return the rows of a batch with their places, of `Dataset.map` without the fields that Arrow has added."""
     if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
         raise PackingError(
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
         )
     features = getattr(getattr(batch, "formatter", None), "features", None)
-    return [without_added_nulls(row, features) for row in rows_of(batch)]
+    return [*numbered("dataset" if numbers else "batch", rows_of(batch), features, numbers)]
+
+
+def numbered(place: str, rows: Iterable[Any], features: Any = None, numbers: Iterable[int] = ()) -> Iterator[Placed]:
+    """Yield rows with their places, such as "a.json, row 3", without the fields that Arrow has added."""
+    for number, row in zip(numbers or count(), rows, strict=False):
+        yield f"{place}, row {number}", without_added_nulls(row, features)
+
+
+def usable(
+    rows: Iterable[Placed], use: Callable[[Any], Any], leave_out: Callable[[str], None] | None = None
+) -> Iterator[Any]:
+    """Yield what is made of rows, but for rows that cannot be used, which are given up with place and reason."""
+    for place, row in rows:
+        try:
+            yield use(row)
+        except (BadRowError, UnicodeEncodeError) as error:
+            reason = f"{place}: {error}"
+            if leave_out is None:
+                raise BadRowError(reason) from None
+            leave_out(reason)

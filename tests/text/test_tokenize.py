@@ -11,6 +11,7 @@ import random
 import re
 import warnings
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -43,7 +44,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.text.read import Documents, find_files
+from hf_packing.text.read import Documents
 from hf_packing.text.render import CHATML as OWN_CHATML
 from hf_packing.text.render import Rendered, Renderer
 from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
@@ -186,7 +187,7 @@ def test_templates_that_rewrite_earlier_turns(template):
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (CHATS, {"train_on": "user"}, "train_on: "),
+        (CHATS, {"train_on": "user"}, "row 0: .*train_on='assistant' or 'all' .*train_on='user'"),
         (CHATS, {"train_on": "completion"}, "row 0: .*train_on='completion'"),
         ([{"body": "a"}], {}, "row 0: .*text_field"),
         ([{"messages": PLAIN, "tools": TOOLS}], {}, "row 0: expected a chat template that writes tools"),
@@ -195,7 +196,7 @@ def test_templates_that_rewrite_earlier_turns(template):
 def test_refused(rows, settings, message):
     with pytest.raises(hfp.PackingError, match=message):
         ours(rows, **settings)
-    with pytest.raises(hfp.PackingError, match="row 1 of the batch: expected Unicode"):
+    with pytest.raises(hfp.PackingError, match="batch, row 1: 'utf-8' codec can't encode .* surrogates not allowed"):
         hfp.tokenize({"text": ["a", "\ud800"]}, tokenizer_with(CHATML))
 
 
@@ -256,7 +257,8 @@ def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path, words)
     words.backend_tokenizer.enable_padding(length=9)
     words.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer = TextTokenizer(load_tokenizer(str(tmp_path / "tokenizer.json")))
-    assert tokenizer.tokens([Rendered("one two three")]) == ([[2, 3, 4]], [[2, 3, 4]])
+    tokens = tokenizer.tokens([Rendered("one two three")], Counter())
+    assert tokens == {"input_ids": [[2, 3, 4]], "labels": [[2, 3, 4]]}
 
 
 def test_tokenizers_in_python_and_those_that_leave_characters_out():
@@ -267,9 +269,9 @@ def test_tokenizers_in_python_and_those_that_leave_characters_out():
         found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
     assert found == {"input_ids": [[0, 1, 2, 3, 4, 0]], "labels": [[-100, -100, -100, 3, 4, 0]]}
     tokenizer = TextTokenizer(Spelled(), separator="\n")
-    tokens = tokenizer.tokens([tokenizer.render({"prompt": "ab", "completion": "c"})])
-    assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
-    assert TextTokenizer(Spelled()).tokens([Rendered("a")])[0] == [list(map(ord, "<a>"))]
+    tokens = tokenizer.tokens([tokenizer.render({"prompt": "ab", "completion": "c"})], Counter())
+    assert tokens == {"input_ids": [list(map(ord, "<ab\nc>"))], "labels": [[*[-100] * 4, ord("c"), ord(">")]]}
+    assert TextTokenizer(Spelled()).tokens([Rendered("a")], Counter())["input_ids"] == [list(map(ord, "<a>"))]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def test_messages_that_say_not_to_train_on_them(said, template):
     assert hfp.tokenize(pair, tokenizer)["labels"] == [last], "the prompt is not trained on anyway"
     rows = datasets.Dataset.from_list([{"messages": chat}, {"messages": PLAIN}])
     assert hfp.tokenize(rows, tokenizer)["labels"][:] == [last, all_labels], "where Arrow adds nulls"
-    with pytest.raises(hfp.PackingError, match="row 0 of the batch: expected train_on='assistant' for messages not to"):
+    with pytest.raises(hfp.PackingError, match="batch, row 0: expected train_on='assistant' for messages not to"):
         hfp.tokenize({"messages": [chat]}, tokenizer, train_on="all")
 
 
@@ -588,11 +590,11 @@ def test_what_is_trained_on(row, train_on, text):
 @pytest.mark.parametrize(
     ("row", "options", "reason"),
     [
-        ({"prompt": "a"}, {}, "prompt and completion"),
-        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion"),
+        ({"prompt": "a"}, {}, "prompt or messages .* a prompt needs a completion"),
+        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt, got the fields prompt; .* a prompt needs a completion"),
         ({"text": "a"}, {"text_field": "body"}, "body"),
-        ({}, {}, "prompt and completion, messages"),
-        ({"input_ids": [1]}, {}, "prompt and completion, messages"),
+        ({}, {}, "prompt or messages or conversations or text, got the fields none"),
+        ({"input_ids": [1]}, {}, "prompt or messages"),
         ({"text": 5}, {}, "text or a list of messages, got int"),
         ({"messages": "one"}, {}, "a list of messages"),
         ({"messages": ["one"]}, {}, "messages with a role"),
@@ -700,7 +702,7 @@ def test_templates_of_published_models(name):
         {**each, "thinking": each["reasoning_content"]} if "reasoning_content" in each else each for each in CHAT
     ]
     if name.removesuffix("_training") in REFUSED_TEMPLATES:
-        with pytest.raises(hfp.PackingError, match="^message 1: expected "):
+        with pytest.raises(hfp.PackingError, match="^batch, row 0: message 1: expected "):
             hfp.branches(messages, tokenizer)
         return
     if "nothink" in name:
@@ -750,7 +752,7 @@ def test_turns_of_the_completion_alone_and_through_map():
         [{"id": n, "chat": [{"role": "user", "content": "one"}, *CHAT[1 : 2 * n]]} for n in (1, 2, 2, 1)]
     )
     options = {"batched": True, "batch_size": 3, "remove_columns": rows.column_names}
-    options["fn_kwargs"] = {"tokenizer": tokenizer, "column": "chat"}
+    options["fn_kwargs"] = {"tokenizer": tokenizer, "text_field": "chat"}
     documents = rows.map(hfp.branches, **options)
     assert documents.column_names == ["input_ids", "labels"]
     assert len(documents) == 6
@@ -808,17 +810,25 @@ PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is 
 @pytest.mark.parametrize(
     ("template", "conversations", "named"),
     [
-        ("alternating", [user("one"), user("two"), assistant("")], "message 2: .*roles must alternate"),
-        ("alternating", [WITH_TOOLS[0], *CHAT], "message 2: .*roles must alternate"),
-        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "row 1 of the batch, message 0: .*'image'"),
-        ("chatml", {"messages": [["one"]]}, "row 0 of the batch, .*role"),
-        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "row 0 of the batch, .*tools"),
-        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "row 0 of the batch, .*list of messages"),
+        (
+            "alternating",
+            [user("one"), user("two"), assistant("")],
+            "batch, row 0: message 2: .*roles must alternate",
+        ),
+        ("alternating", [WITH_TOOLS[0], *CHAT], "batch, row 0: message 2: .*roles must alternate"),
+        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "batch, row 1: message 0: .*'image'"),
+        ("chatml", {"messages": [["one"]]}, "batch, row 0: .*role"),
+        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "batch, row 0: .*tools"),
+        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "batch, row 0: .*list of messages"),
         ("chatml", {"prompt": "one", "completion": "two"}, "dataset: .*batched=True"),
-        ("chatml", {"messages": CHAT}, "row 0 of the batch, .*got dict.* batched=True"),
-        ("chatml", {"text": ["one"]}, "row 0 of the batch, expected text or a list of messages, got str"),
-        ("chatml", {"prompt": [CHAT]}, "row 0 of the batch, expected prompt and completion.* got the fields prompt"),
-        ("chatml", "one", "expected text or a list of messages, got str"),
+        ("chatml", {"messages": CHAT}, "batch, row 0: .*got dict.* batched=True"),
+        ("chatml", {"text": ["one"]}, "batch, row 0: expected text or a list of messages, got str"),
+        (
+            "chatml",
+            {"prompt": [CHAT]},
+            "batch, row 0: expected prompt or .* got the fields prompt; .* a prompt needs",
+        ),
+        ("chatml", "one", "batch, row 0: expected text or a list of messages, got str"),
     ],
 )
 def test_refused_conversations(template, conversations, named):
@@ -849,9 +859,9 @@ def test_turns_that_cannot_stand_apart_from_their_prompt_are_refused():
 def test_bad_conversations_are_left_out_and_tokenizers_without_a_template_refused():
     tokenizer = TOKENIZERS["alternating"]
     batch = {"messages": [PLAIN, [user("one"), *PLAIN], [assistant("one")] * 3, PLAIN[:2]]}
-    with pytest.raises(hfp.PackingError, match="^row 1 of the batch, message 2: "):
+    with pytest.raises(hfp.PackingError, match="^batch, row 1: message 2: "):
         hfp.branches(batch, tokenizer)
-    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* row 1 of the batch, message 2: "):
+    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* batch, row 1: message 2: "):
         documents = hfp.branches(batch, tokenizer, skip_bad=True)
     assert documents == hfp.branches({"messages": [PLAIN, PLAIN[:2]]}, tokenizer)
     for tokenizer in tokenizer_with(None), object():
@@ -973,7 +983,7 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
             "a.jsonl",
             b'{"text": "one"}\n{"body": "two"}\n',
             ["one"],
-            "line 2: expected prompt and completion, .* got the fields body",
+            "line 2: expected prompt or .* got the fields body",
         ),
         ("a.txt", b"one\r\nt\xffwo\nthree", ["one", "three"], "line 2: expected text in UTF-8"),
         ("a.txt", "one\ntwo\n".encode("utf-16-le"), [], "line 1: expected text in UTF-8.*NUL bytes"),
@@ -1040,7 +1050,7 @@ def test_data_that_is_refused(tmp_path, words, options, argument):
 
 @pytest.mark.parametrize("name", ["org/Name-2.5", "org/data.v2", "Name-1.5-sft", "org/v1.0-en"])
 def test_names_on_the_hub_may_have_dots(name):
-    assert find_files(name) == []
+    assert Documents(name).files == []
 
 
 def test_tokens_are_those_of_tokenize(tmp_path, words, monkeypatch):
