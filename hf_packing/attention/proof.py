@@ -10,7 +10,7 @@
 5. Every document has the outputs and gradients that it has alone on the model without its patch, up to measured
    rounding. They are compared with the model's own attention function and, if it disagrees, with eager attention.
 
-A proof of a few short documents takes about ten forwards, that of a training batch up to five.
+A proof of a few short documents takes about ten forwards, that of a training batch five.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Isolation proven on a real batch: planted leaks are found and named, and the model is left as it was."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch._dynamo.utils import counters
 from training_by_hand import batch_of
 
 import hf_packing as hfp
-from hf_packing.attention import batch_proof, prove_on_batch
+from hf_packing.attention import prove_on_batch
 from hf_packing.attention.batch_proof import BatchCase, sampled_documents
 
 LENGTHS = (200, 40, 200, 7, 40, 120, 210, 33)
@@ -170,16 +168,13 @@ def test_a_leak_at_any_distance_reaches_a_document_that_is_kept():
         assert any(index - distance in kept for index in replaced)
 
 
-def test_ranks_with_any_number_of_documents_make_the_same_calls(monkeypatch):
-    """If they shard the model; otherwise, a rank makes one call for each document."""
+def test_ranks_with_any_number_of_documents_make_the_same_calls():
     model, calls, counts = patched(), np.zeros(1, int), []  # a proof would undo what a list collects
     model.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    for has_weights, lengths in itertools.product((False, True), ([9], LENGTHS)):
-        monkeypatch.setattr(batch_proof, "has_local_weights", lambda _, known=has_weights: known)
-        calls[0] = 0
+    for lengths in ([9], LENGTHS):
         prove_on_batch(model, batch_with(lengths))
         counts.append(int(calls[0]))
-    assert counts == [5, 5, 2, 5]
+    assert counts == [5, 10]
 
 
 @pytest.mark.parametrize("distance", fast_only([1, 2, 4, -2], -2))
