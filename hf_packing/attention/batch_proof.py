@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
 from hf_packing.attention.layout import read_layout, roots
-from hf_packing.attention.model import embedding_of, has_local_weights, without_ddp
+from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.snapshot import temporarily
@@ -34,8 +33,8 @@ from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
-"""Number of calls on documents alone of ranks that shard a model, which wait for each other in every call. Other ranks
-make one for each document."""
+"""Number of documents that run alone. All ranks make the same number of calls, since ranks that shard a model wait for
+each other in every call."""
 
 _SHARE_ALONE = 4
 """A document that runs alone has at most one in this number of the batch's tokens, unless every document is longer."""
@@ -88,9 +87,8 @@ class BatchCase(Case):
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""
-        self.sample = sampled_documents(self.lengths, self.graded[0], trees.tokens) if len(self.paths) > 1 else []
-        if not has_local_weights(self.model):
-            self.sample = [*islice(cycle(self.sample or [0]), _CALLS_ALONE)]
+        chosen = sampled_documents(self.lengths, self.graded[0], trees.tokens) if len(self.paths) > 1 else []
+        self.sample = [*chosen, *[None] * (_CALLS_ALONE - len(chosen))]
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -90,6 +90,10 @@ class Alone:
     and 0 if it cannot be."""
 
 
+_DUMMY_TOKENS = 8
+"""Number of tokens in a call that a rank makes only because the other ranks make it, too."""
+
+
 class Case:
     """A batch of documents on which `prove` proves that a model keeps documents apart.
 
@@ -133,8 +137,8 @@ class Case:
         """The number of tokens of all documents together."""
         self.replacements = [[each] for each in range(len(trees.lengths))]
         """The segments that are replaced together, for each run with replaced segments."""
-        self.sample = [*range(len(ends))]
-        """The documents that run alone, in one call each."""
+        self.sample: list[int | None] = [*range(len(ends))]
+        """The documents that run alone; None for a call that only other ranks need."""
         self.graded = [[each] for each in range(len(ends))]
         """The documents whose outputs have gradients, for each backward pass."""
         self.wants_gradients = training
@@ -267,26 +271,29 @@ class Case:
     def alone(self, attention: str | None = None) -> Alone:
         """Run documents alone on the model without its patch, with its own attention function or another one."""
         with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients):
-            return Alone({document: self.run_alone(document) for document in self.sample}, attention)
+            runs = {document: self.run_alone(document) for document in self.sample}
+        return Alone({document: run for document, run in runs.items() if document is not None}, attention)
 
     def measure_noise(self, alone: Alone) -> None:
         """Run the longest document that has run alone twice, the second time with rounding errors in its embeddings."""
-        longest = max(alone.runs, key=self.lengths.__getitem__, default=0)
+        longest = max(alone.runs, key=self.lengths.__getitem__, default=None)
         with self.runner.unpatched(alone.attention), torch.set_grad_enabled(self.wants_gradients):
             exact, noisy = (self.run_alone(longest, noisy=each).outputs[0] for each in (False, True))
         noise = float(apart(noisy, exact).max())
         alone.noise = noise if alone.runs and isfinite(noise) else 0.0
 
-    def run_alone(self, document: int, noisy: bool = False) -> Run:
+    def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""
-        tokens = self.has_tokens(self.paths[document]).nonzero()[:, 0]
+        tokens = self.has_tokens(self.paths[document or 0]).nonzero()[:, 0]
+        if document is None:
+            tokens = tokens[:_DUMMY_TOKENS]
         length = len(tokens)
         tokens = torch.cat([tokens, tokens[:1].expand(-length % self.multiple)])
         with self._leaves(tokens, noisy) as embedded:
             outputs = self.outputs_alone(tokens, length)
             run = Run([outputs.detach()])
             if self.wants_gradients and not noisy:
-                self.add_gradients(run, [outputs], embedded, [document], tokens)
+                self.add_gradients(run, [outputs], embedded, [document or 0], tokens)
         return run
 
 
