@@ -66,6 +66,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:tokenize.* end-of-sequence token")
 @pytest.mark.parametrize(("flags", "argument"), REFUSED)
 def test_refused(train, chat_data, tmp_path, flags, argument):
     with pytest.raises(ValueError, match=argument):

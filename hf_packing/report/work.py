@@ -10,8 +10,7 @@ import numpy as np
 from hf_packing.planning.lengths import FloatArray, IntArray, sums_of, total_of
 from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.sampling.batching import mean_over_max
-from hf_packing.sampling.fill import group_by_cost
+from hf_packing.sampling.fill import group_by_cost, mean_over_max
 
 _POINTS = 200
 """Number of points on the curve of how full packs are."""

@@ -24,7 +24,6 @@ from hf_packing.checks import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import (
-    Array,
     BoolArray,
     Int64Array,
     IntArray,
@@ -35,6 +34,7 @@ from hf_packing.planning.lengths import (
     total_of,
 )
 from hf_packing.planning.permutation import derive_seed
+from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
 SampledRow = tuple[int, bool]
@@ -132,16 +132,6 @@ class EpochPlan:
             of_row: integers [rows]: the work for each row, either tokens or attention cost.
         """
         return mean_over_max(self.per_micro_batch(of_row, ~self.is_copy), self.per_micro_batch(of_row))
-
-
-def mean_over_max(own: Array, work: Array) -> float:
-    """Return the mean of `own` over ranks / the maximum of `work` over ranks, averaged over micro-batches.
-
-    Args:
-        own: numbers [num_micro_batches, ranks]: the work without that for copies.
-        work: numbers [num_micro_batches, ranks]: the work.
-    """
-    return float((own.mean(axis=1) / work.max(axis=1)).mean())
 
 
 CUT_WHEN_PACKED = "for packed rows, whose documents are cut by the max_length of the strategy when they are packed"

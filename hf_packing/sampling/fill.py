@@ -21,7 +21,7 @@ from operator import ge, sub
 import numpy as np
 
 from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
-from hf_packing.planning.lengths import FloatArray, IntArray, offsets_of, total_of
+from hf_packing.planning.lengths import Array, FloatArray, IntArray, offsets_of, total_of
 from hf_packing.planning.permutation import random_order
 
 MicroBatches = list[list[int]]
@@ -407,3 +407,13 @@ def sum_rows(micro_batches: MicroBatches, of_row: IntArray) -> IntArray:
     rows, offsets = flatten(micro_batches)
     total: IntArray = np.add.reduceat(of_row[rows], offsets[:-1])
     return total
+
+
+def mean_over_max(own: Array, work: Array) -> float:
+    """Return the mean of `own` over ranks / the maximum of `work` over ranks, averaged over micro-batches.
+
+    Args:
+        own: numbers [num_micro_batches, ranks]: the work without that for copies.
+        work: numbers [num_micro_batches, ranks]: the work.
+    """
+    return float((own.mean(axis=1) / work.max(axis=1)).mean())

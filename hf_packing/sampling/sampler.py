@@ -17,7 +17,8 @@ from hf_packing.planning.lengths import Array, offsets_of, total_of
 from hf_packing.planning.permutation import shuffles_of_numpy
 from hf_packing.planning.rank_layout import LayoutCounts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, SampledRow, mean_over_max
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, SampledRow
+from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import INPUT_IDS, SEQ_IDX
-from hf_packing.sampling.batching import mean_over_max
+from hf_packing.sampling.fill import mean_over_max
 from hf_packing.training.losses import COUNTS, Batch, Loss, count_per_segment, documents_in, items_in, trees_of
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
