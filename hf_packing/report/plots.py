@@ -104,7 +104,7 @@ def _draw_lengths(axes: Any, report: Figures) -> None:
 def _draw_fill(axes: Any, report: Figures) -> None:
     width = 3.5  # the recommended strategy comes first, as a wide line, so that an equal curve stays visible on top
     for row in shown_rows(report):
-        name = fill(row.name, _LEGEND_WIDTH, max_lines=_LEGEND_LINES, placeholder=" ...")
+        name = fill(row.name, _LEGEND_WIDTH, max_lines=_LEGEND_LINES)
         axes.plot(np.linspace(0, 100, len(row.fill)), 100 * row.fill, linewidth=width, label=name)
         width = 1.4
     axes.set(xlabel="packs, emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))

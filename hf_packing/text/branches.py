@@ -138,7 +138,7 @@ def _turn_of(texts: TextTokenizer, settings: Fields, messages: Sequence[Fields])
     if whole[: len(prompt)] == prompt:
         generated = whole[len(prompt) :]
     else:  # a token spans the end of the prompt, which cannot happen at inference
-        apart, together = texts.tokenizer.batch_decode([prompt + generated, whole])
+        apart, together = texts.tokenizer.batch_decode([prompt + generated, whole], clean_up_tokenization_spaces=False)
         if apart != together:
             raise BadRowError(
                 "expected a tokenizer that can tokenize a turn apart from its prompt, but "

@@ -117,7 +117,7 @@ class TextTokenizer(Renderer):
 
 
 def warn_of(remarks: Counter[str], who: str, of: str) -> None:
-    """Warn of what users should know, at the caller of a public function."""
+    """Warn of what users should know of rows or turns, and of how many; of `branches`, where it is called."""
     for remark, number in remarks.items():
         if number:
             warnings.warn(f"{who}: {number:,} of {of} {remark}", stacklevel=4)

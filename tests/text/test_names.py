@@ -10,7 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -117,8 +117,7 @@ def test_patterns_find_files_where_no_file_has_their_name(tmp_path):
 @example("a::b")
 @example("$A")
 def test_any_name_of_json_lines(tmp_path, tokenizer, name):
-    if name in (".", "..") or name.startswith(".") or len(name.encode()) > 200:
-        return
+    assume(not name.startswith("."))  # what is hidden
     path = tmp_path / "any" / f"{name}.jsonl"
     write(path, "odd odd")
     texts = TextTokenizer(load_tokenizer(tokenizer))

@@ -1,6 +1,7 @@
 """What `tokenize` makes of rows is what a real SFTTrainer makes of each of them, or is refused."""
 
 import json
+import sys
 
 import datasets
 import pytest
@@ -142,7 +143,7 @@ def test_rows_are_those_of_sft_trainer_or_refused(name, tmp_path, monkeypatch):
 def test_without_trl_rows_are_the_same_or_refused(name, monkeypatch):
     """TRL has training versions of many templates, with other labels."""
     with_trl = [ours(row, TEMPLATES[name]) for row in ROWS]
-    monkeypatch.setitem(__import__("sys").modules, "trl", None)
+    monkeypatch.setitem(sys.modules, "trl", None)
     without = [ours(row, TEMPLATES[name]) for row in ROWS]
     refused = [found for found in without if isinstance(found, hfp.MissingDependencyError)]
     assert all(found == expected for found, expected in zip(without, with_trl, strict=True) if isinstance(found, tuple))
