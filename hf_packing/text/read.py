@@ -13,8 +13,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from glob import escape
+from hashlib import sha256
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -176,9 +178,7 @@ class Documents:
             if self.kind is not None:
                 files = self.files
                 if os.path.exists(files[0]):  # names that exist are no patterns
-                    if any("::" in file or "$" in file for file in files):
-                        raise PackingError("`datasets` replaces :: and $ in names; rename it")
-                    files = [escape(os.path.abspath(file)) for file in files]
+                    files = [_name_for_datasets(os.path.abspath(file)) for file in files]
                 options = {"path": self.kind.lower(), **_OPTIONS.get(self.kind, {})}
                 found = datasets.load_dataset(data_files=files, split=_TRAIN, **options)
             elif not Path(self.data).exists():
@@ -194,6 +194,19 @@ class Documents:
                 f"data: expected a file, a folder or a dataset, got {self.data!r}: {reason_of(error)}"
             ) from None
         return found.with_format(columns=found.format["columns"])
+
+
+def _name_for_datasets(file: str) -> str:
+    """Return a name by which `datasets` finds a file: of a link to it in its cache, if it would replace :: or $."""
+    if "::" in file or "$" in file:
+        link = Path(
+            datasets.config.HF_DATASETS_CACHE, sha256(f"{file}{os.stat(file).st_mtime_ns}".encode()).hexdigest()
+        )
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            link.symlink_to(file)
+        file = str(link)
+    return escape(file)
 
 
 def _suffix_of(file: str) -> str:
