@@ -22,7 +22,7 @@ HOME_OF = {
     "find_trees": "trees.find",
     "plan_trees": "trees.rows",
     # the logical streams of a mixture: mixtures
-    "examples_of": "streams.upstream",
+    "examples_of": "upstream.datasets",
     # micro-batches of sizes alone: samplers, shapes, long_documents
     "Epoch": "sampling.batching",
     "RowSizes": "sampling.sizes",

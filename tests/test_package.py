@@ -50,6 +50,7 @@ HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "s
 
 FLOORS = [
     ["errors", "files", "versions", "columns", "checks"],
+    ["upstream"],
     ["planning"],
     ["strategies"],
     ["trees", "rows"],
@@ -74,6 +75,7 @@ THIRD_PARTY = {
     "versions": set(),
     "columns": {"numpy"},
     "checks": {"numpy", "packaging"},
+    "upstream": {"numpy", "pyarrow", "torch", "datasets", "transformers", "accelerate", "trl", "peft"},
     "planning": {"numpy"},
     "strategies": {"numpy", "scipy", "tqdm"},
     "trees": {"numpy", "pyarrow", "datasets"},

@@ -23,6 +23,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import UNFINISHED, writing_to
 from hf_packing.planning.lengths import Int32Array
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.upstream.datasets import content_of
 
 ROWS = "rows.arrow"
 PLAN = "plan"
@@ -79,7 +80,7 @@ class Origin:
 
 def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
     """Return a hash of the documents, the packing settings and the version of hf_packing."""
-    return str(Hasher.hash((dataset._fingerprint, hf_packing.__version__, how)))
+    return str(Hasher.hash((content_of(dataset), hf_packing.__version__, how)))
 
 
 def folder_for(dataset: datasets.Dataset, fingerprint: str) -> Path:

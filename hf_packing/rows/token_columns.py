@@ -23,6 +23,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, IntArray, Pieces, offsets_of
 from hf_packing.rows.packing_trace import refuse_lost_borders
+from hf_packing.upstream.datasets import indices_of
 
 TOKENS_AT_ONCE = 1 << 19
 """Columns are read and rows are written in blocks of about this many tokens, so that memory use stays bounded."""
@@ -242,8 +243,8 @@ def shows_table(dataset: Any) -> bool:
 
 def row_numbers(dataset: Any) -> RowNumbers:
     """Return each row's index in the Arrow table of a Dataset; all rows if the Dataset has them in table order."""
-    indices = dataset._indices
-    return ALL_ROWS if indices is None else indices.column(0).to_numpy()
+    indices = indices_of(dataset)
+    return ALL_ROWS if indices is None else indices.to_numpy()
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -30,6 +30,7 @@ from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.token_columns import TokenColumn, is_token_type
 from hf_packing.trees.rows import segment_columns
 from hf_packing.trees.segments import TreePaths
+from hf_packing.upstream.datasets import indices_of
 
 
 def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
@@ -56,7 +57,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         [[1, 2, 3], [4, 5], [6]]
     """
     check_type("packed", packed, datasets.Dataset, "a Dataset that pack() returned")
-    if packed._indices is not None:
+    if indices_of(packed) is not None:
         raise PackingError(
             "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"
         )

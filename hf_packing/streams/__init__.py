@@ -5,5 +5,4 @@ logical.py   the packed rows of a stream, in logical streams that do not depend 
 mix.py       mix streams: choose the sources of the next documents, and read them
 reader.py    open a source or a share of its shards, read about as many tokens as wanted, and keep the place
 state.py     the objects that `datasets` reads, their states, and the refusal of states of other rows
-upstream.py  the private names of `datasets`
 """

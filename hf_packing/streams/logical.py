@@ -18,16 +18,17 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import loss_masks_in
+from hf_packing.columns import SEQ_LENGTHS, loss_masks_in
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array
 from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packing import Packing
-from hf_packing.streams import upstream
+from hf_packing.rows.packing_trace import info_of_packed
 from hf_packing.streams.mix import mixtures_in, piece_of
 from hf_packing.streams.packed import PlacedRows, StreamPacking, Window
 from hf_packing.streams.reader import Share, documents_of_shares, open_source, shares_of
 from hf_packing.streams.state import STATE, StatefulExamples
+from hf_packing.upstream import datasets as upstream
 
 _ROWS_AT_ONCE = 64
 """A table has about so many rows, since `datasets` copies the state for every table of a stream with a format."""
@@ -217,4 +218,5 @@ def pack_stream(
     if streams is not None:
         check_shares(source.examples, streams)
     packed = PackedExamples(source.examples, StreamPacking(packing, window_packs, source.schema), streams or 0)
-    return upstream.stream_of(packed, stream, packing.keep_first_labels)
+    info = info_of_packed(stream.info, SEQ_LENGTHS in packed.features, packing.keep_first_labels)
+    return upstream.stream_of(packed, stream, info)

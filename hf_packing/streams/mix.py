@@ -24,7 +24,6 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, IntArray, total_of
 from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packed_rows import list_array
-from hf_packing.streams import upstream
 from hf_packing.streams.reader import (
     START,
     DocumentReader,
@@ -35,6 +34,7 @@ from hf_packing.streams.reader import (
     shares_of,
 )
 from hf_packing.streams.state import STATE, StatefulExamples
+from hf_packing.upstream import datasets as upstream
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
 

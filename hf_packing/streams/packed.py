@@ -34,9 +34,9 @@ from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, find_token_columns
 from hf_packing.strategies.base import Strategy
-from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, Share, lengths_of
 from hf_packing.trees.segments import attention_costs
+from hf_packing.upstream import datasets as upstream
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""

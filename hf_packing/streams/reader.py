@@ -29,7 +29,7 @@ from hf_packing.rows.token_columns import (
     find_token_columns,
     is_token_type,
 )
-from hf_packing.streams import upstream
+from hf_packing.upstream import datasets as upstream
 
 _EXAMPLES_AT_ONCE = 64
 """Examples that come one by one are made into tables of so many, so that a resumed stream reads few of them twice."""

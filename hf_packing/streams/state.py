@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.permutation import shuffles_of_numpy
-from hf_packing.streams import upstream
 from hf_packing.streams.reader import fingerprint_of_files
+from hf_packing.upstream import datasets as upstream
 
 STATE = "packed"
 """The key of the tuple in the state of a stream."""

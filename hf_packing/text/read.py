@@ -13,10 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from glob import escape
-from hashlib import sha256
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import file_system
 from hf_packing.text.render import Rendered, reason_of
 from hf_packing.text.tokenize import TOKEN_COLUMNS, Placed, TextTokenizer, numbered, usable
+from hf_packing.upstream.datasets import name_of_file
 
 _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
@@ -178,7 +176,7 @@ class Documents:
             if self.kind is not None:
                 files = self.files
                 if os.path.exists(files[0]):  # names that exist are no patterns
-                    files = [_name_for_datasets(os.path.abspath(file)) for file in files]
+                    files = [name_of_file(os.path.abspath(file)) for file in files]
                 options = {"path": self.kind.lower(), **_OPTIONS.get(self.kind, {})}
                 found = datasets.load_dataset(data_files=files, split=_TRAIN, **options)
             elif not Path(self.data).exists():
@@ -194,19 +192,6 @@ class Documents:
                 f"data: expected a file, a folder or a dataset, got {self.data!r}: {reason_of(error)}"
             ) from None
         return found.with_format(columns=found.format["columns"])
-
-
-def _name_for_datasets(file: str) -> str:
-    """Return a name by which `datasets` finds a file: of a link to it in its cache, if it would replace :: or $."""
-    if "::" in file or "$" in file:
-        link = Path(
-            datasets.config.HF_DATASETS_CACHE, sha256(f"{file}{os.stat(file).st_mtime_ns}".encode()).hexdigest()
-        )
-        link.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            link.symlink_to(file)
-        file = str(link)
-    return escape(file)
 
 
 def _suffix_of(file: str) -> str:

@@ -38,7 +38,6 @@ from hf_packing.sampling.batching import CUT_WHEN_PACKED
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
-from hf_packing.streams import upstream
 from hf_packing.streams.logical import START, PackedExamples, Position, Turn, check_shares, documents_of_streams
 from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import StreamPacking
@@ -47,6 +46,7 @@ from hf_packing.training.loader import LoopSteps, StepLoader
 from hf_packing.training.lockstep import Answer, in_lockstep
 from hf_packing.training.losses import Batch
 from hf_packing.training.ranks import data_rank
+from hf_packing.upstream import datasets as upstream
 
 _MASKED_TOKENS = 16
 """The tokens of a batch that stands for rows that do not exist."""
@@ -98,7 +98,7 @@ def training_stream(
             "for a stream, since only documents of a map-style dataset can be on several ranks",
             max_ranks_per_document=batching.ranks_per_block,
         )
-    if stream._distributed is not None:
+    if upstream.is_share_of_node(stream):
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
             "divided; leave split_dataset_by_node out, since hf_packing divides the logical streams among the ranks"

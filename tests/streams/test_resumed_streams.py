@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import hf_packing as hfp
 from hf_packing.planning.windows import MOST_WINDOWS, choose_waiting
 from hf_packing.streams.reader import sizes_of_shards
-from hf_packing.streams.upstream import examples_of
+from hf_packing.upstream.datasets import examples_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|reads):UserWarning")
 

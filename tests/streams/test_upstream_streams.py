@@ -6,7 +6,7 @@ import numpy as np
 from datasets import IterableDataset, concatenate_datasets, interleave_datasets, iterable_dataset
 from document_streams import make_documents, stream_of, write_source
 
-from hf_packing.streams import upstream
+from hf_packing.upstream import datasets as upstream
 
 
 def test_examples_of_a_stream_and_their_methods():

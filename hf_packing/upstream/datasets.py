@@ -1,21 +1,22 @@
-"""The private names of `datasets` that streams use, all in one place.
-
-`tests/streams/test_upstream_streams.py` says which name has changed when a new version of `datasets` changes one.
-"""
+"""What is private in `datasets`, or differs between its versions: the tables of a Dataset, and how streams are read."""
 
 import os
+from contextlib import suppress
 from copy import copy
+from glob import escape
+from hashlib import sha256
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasets import iterable_dataset
 from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
     CyclingMultiSourcesExamplesIterable,
-    DataSourcesShufflingDisallowed,
     FilteredExamplesIterable,
     FormattedExamplesIterable,
     HorizontallyConcatenatedMultiSourcesExamplesIterable,
@@ -29,9 +30,36 @@ from datasets.iterable_dataset import (
     _BaseExamplesIterable,
 )
 
-from hf_packing.columns import SEQ_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import info_of_packed
+
+
+def content_of(dataset: datasets.Dataset) -> str:
+    """Return what stands for the content of a Dataset. Without it, `pack` would take the rows of other documents."""
+    return str(dataset._fingerprint)
+
+
+def indices_of(dataset: datasets.Dataset) -> pa.ChunkedArray | None:
+    """Return each row's index in the table of a Dataset; None for all rows in the table's order.
+
+    Without it, shuffled documents would be packed in the order of the table.
+    """
+    return None if dataset._indices is None else dataset._indices.column(0)
+
+
+def name_of_file(file: str) -> str:
+    """Return a name for `data_files` that is that file and no pattern.
+
+    `datasets` replaces :: and $ in names: of such a file, the name of a link to it in the cache of `datasets`.
+    """
+    if "::" in file or "$" in file:
+        key = sha256(f"{file}{os.stat(file).st_mtime_ns}".encode()).hexdigest()
+        link = Path(datasets.config.HF_DATASETS_CACHE, key)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            link.symlink_to(file)
+        file = str(link)
+    return escape(file)
+
 
 Examples = Any
 """An object that reads examples, as `datasets` has one inside every IterableDataset."""
@@ -73,6 +101,11 @@ def with_known_features(name: str, stream: datasets.IterableDataset) -> datasets
         ) from error
 
 
+def is_share_of_node(stream: datasets.IterableDataset) -> bool:
+    """Return whether split_dataset_by_node made a stream."""
+    return stream._distributed is not None
+
+
 def position(stream: datasets.IterableDataset) -> str:
     """Return where a stream goes on that has a loaded state, or was set to an epoch; an empty text for the start."""
     if stream._starting_state_dict is not None:
@@ -80,16 +113,10 @@ def position(stream: datasets.IterableDataset) -> str:
     return f"in epoch {stream.epoch}" if stream.epoch else ""
 
 
-def stream_of(examples: Examples, like: datasets.IterableDataset, first_labels: bool) -> datasets.IterableDataset:
-    """Return an IterableDataset of packed rows.
-
-    Args:
-        examples: the object that reads the rows.
-        first_labels: whether first tokens keep their labels.
-        like: the stream of the documents, whose description, with the trace of packing, split, format, and share of a
-            node the result gets.
-    """
-    info = info_of_packed(like.info, SEQ_LENGTHS in examples.features, first_labels)
+def stream_of(
+    examples: Examples, like: datasets.IterableDataset, info: datasets.DatasetInfo
+) -> datasets.IterableDataset:
+    """Return an IterableDataset of what an object reads, with the split, format and share of a node of another one."""
     info.features = examples.features
     return datasets.IterableDataset(
         examples,
@@ -153,10 +180,13 @@ def copied(examples: Examples) -> Examples:
 
 
 def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
-    """Return the object with its shards in another order; unchanged if it has a fixed order, after `take` or `skip`."""
+    """Return the object with its shards in another order; unchanged if it has a fixed order, after `take` or `skip`.
+
+    datasets 5 raises an error for such an order; before, the object itself is returned.
+    """
     try:
         return examples.shuffle_data_sources(generator)
-    except DataSourcesShufflingDisallowed:
+    except getattr(iterable_dataset, "DataSourcesShufflingDisallowed", ()):
         return examples
 
 
