@@ -17,11 +17,11 @@ from hf_packing.errors import PackingError
 OLDEST = {
     "numpy": "1.26",
     "pyarrow": "21.0",
-    "datasets": "5.0.1",
+    "datasets": "4.8.0",
     "torch": "2.9",
-    "transformers": "5.17",
+    "transformers": "5.10.1",
     "accelerate": "1.12",
-    "trl": "1.16",
+    "trl": "1.4.0",
     "peft": "0.18",
 }
 """The oldest supported versions of the packages that change what is packed, computed or trained, as in pyproject.toml.

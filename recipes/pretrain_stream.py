@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 recipes/pretrain_stream.py --resume_from_checkpoint last
 
 Rows have a `text`, a `prompt` and a `completion`, or `messages`, and are trained on as a whole; each line of a .txt
-file is a row. Shares are shares of the tokens. Without --data, the texts are the short and the long functions of the
+file is a row. Shares are shares of the tokens. An epoch reads every document once: when a source ends, the others go
+on, unless --stopping_strategy says otherwise. Without --data, the texts are the short and the long functions of the
 Python standard library; without --model, a small Llama is trained from scratch.
 
 A run may be stopped at any time, and resumed on another number of processes that divides --rows_per_step and --streams:
@@ -37,6 +38,7 @@ TOKENIZER_TEXTS = 5000
 class Arguments:
     data: list[str] | None = field(default=None, metadata={"help": "sources as NAME=FILES, with * in the files' path"})
     shares: list[float] | None = field(default=None, metadata={"help": "one for each source; default: equal ones"})
+    stopping_strategy: str = flag("all_exhausted_without_replacement", "when an epoch of several sources ends")
     eval_data: str | None = flag(None, "file to evaluate on at the end, and as --eval_strategy says")
     text_field: str | None = flag(None, "column of the texts, if it is not text")
     model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
@@ -56,9 +58,10 @@ def main(flags: Sequence[str] | None = None) -> Trainer:
     given, args = parser.parse_args_into_dataclasses(flags)
     if (given.start_length is None) != (given.growth_steps is None):
         raise ValueError("--start_length, --growth_steps: expected both or neither, got one of them")
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last"):
+    decided = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "--rows_per_step")
+    for name, by in {**decided, "dataloader_drop_last": "--rows_per_step", "num_train_epochs": "--max_steps"}.items():
         if getattr(args, name) != parser.get_default(name):
-            raise ValueError(f"--{name}: expected none, since --rows_per_step decides that, got {getattr(args, name)}")
+            raise ValueError(f"--{name}: expected none, since {by} decides that, got {getattr(args, name)}")
     args.gradient_accumulation_steps, left = divmod(given.rows_per_step, args.world_size)
     if left or given.rows_per_step < 1:
         raise ValueError(f"--rows_per_step: expected n x {args.world_size} processes, got {given.rows_per_step}")
@@ -79,7 +82,9 @@ def main(flags: Sequence[str] | None = None) -> Trainer:
     if given.eval_data:
         with args.main_process_first():
             held_out = hfp.tokenize(common.read(given.eval_data, (), "--eval_data"), tokenizer, **settings)
-    mixed = hfp.mix(tokenized, dict(zip(sources, shares, strict=True)))
+        if not held_out:
+            raise ValueError(f"--eval_data: expected documents, got none in {given.eval_data}")
+    mixed = hfp.mix(tokenized, dict(zip(sources, shares, strict=True)), stopping_strategy=given.stopping_strategy)
     packed = hfp.pack(mixed, hfp.BestFit(given.max_length), streams=given.streams, window_packs=given.window_packs)
     model = common.load_model(AutoModelForCausalLM, given.model, common.small_llama(len(tokenizer)))
     trainer = Trainer(model, args, train_dataset=packed, eval_dataset=held_out, processing_class=tokenizer)
@@ -106,6 +111,7 @@ def open_sources(data: Sequence[str]) -> dict[str, datasets.IterableDataset]:
             raise ValueError(f"--data: expected NAME=FILES, with files ending in {endings}, got {source!r}")
         names = list(map(escape, files))
         rows = datasets.load_dataset(common.FORMATS[suffix], data_files=names, split="train", streaming=True)
+        rows = rows.filter(lambda row: row["text"].strip()) if suffix == ".txt" else rows  # without blank lines
         sources[name] = rows.reshard() if suffix == ".parquet" else rows
     return sources
 

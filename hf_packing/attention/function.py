@@ -115,7 +115,10 @@ def packed_varlen(
         )
     for name, other in others.items():
         if other is not None and other is not False and name not in _HARMLESS:
-            raise PackingError(f"{name}: packed_varlen does not support this argument of {where}")
+            raise PackingError(
+                f"{name}: packed_varlen does not support this argument of {where}; a column of the data that only the "
+                "loss needs has to be taken out of the inputs in compute_loss"
+            )
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     local = attention_mask if isinstance(attention_mask, LocalMask) else LocalMask(sliding_window)

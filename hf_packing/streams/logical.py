@@ -200,7 +200,7 @@ def check_shares(examples: upstream.Examples, streams: int) -> None:
     for name, source in _sources_of(examples).items():
         if streams > (shards := upstream.num_shards(source)):
             warnings.warn(
-                f"pack reads {name} about {streams / shards:.0f} times, since {streams} logical streams share {shards} "
+                f"pack reads {name} about {streams / shards:.2g} times, since {streams} logical streams share {shards} "
                 "shards: each reads a shard to its end, and keeps its share of the documents. Call reshard() on a "
                 "stream of parquet files, write more files, or pass a smaller number of streams",
                 stacklevel=2,

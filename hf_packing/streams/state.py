@@ -89,7 +89,7 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
             raise PackingError(
                 f"state_dict: expected the state of a stream that is made as now, by {made_of_now}, got the state of "
                 f"a stream that was made by {made_of}; make the stream as before, or start the epoch again without the "
-                "state"
+                "state (with ignore_data_skip=True in a trainer)"
             )
         if files not in (None, files_now):
             raise PackingError(

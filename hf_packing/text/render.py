@@ -154,8 +154,9 @@ class Renderer:
         found = [name for name in kinds if name in given]
         if not found:
             raise BadRowError(
-                f"expected {' or '.join(kinds)}, got the fields {', '.join(row) or 'none'}; text_field names the field "
-                "with text or messages, and a prompt needs a completion"
+                f"expected {' or '.join(kinds)}, got the fields "
+                f"{', '.join(name + ' (null)' * (row[name] is None) for name in row) or 'none'}; text_field names the "
+                "field with text or messages, and a prompt needs a completion"
             )
         return (found, given["prompt"], given["completion"]) if found[0] == "prompt" else (found, "", given[found[0]])
 

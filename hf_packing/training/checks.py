@@ -117,8 +117,9 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
     if loss is not None and not (is_stock or made_by is PackingCollator or masks_tokens(collator)):
         raise PackingError(
             f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, got "
-            f"{made_by.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
-            "with_transform"
+            f"{made_by.__name__}. attach would replace this collator; make labels, weights and other numbers for each "
+            "token in the dataset's map or with_transform, or keep the collator and its batches with "
+            "attach(trainer, None), which takes out their padding"
         )
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(trainer.accelerator.parallelism_config, "tp_size", 1):

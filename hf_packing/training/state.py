@@ -102,6 +102,7 @@ class Attached(AttachedBatches, ABC):
             before = self.expected[name]
             if current is not before and current != before:
                 was, got = (shorten(short_repr(each), 60) for each in (before, current))
+                got = "another one" if got == was else got
                 raise PackingError(
                     f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )

@@ -9,6 +9,9 @@ trainer and random states are as before.
 2. If they differ by more than is always allowed, the effect of rounding is measured.
 3. If they still differ, unpacked steps of documents of equal length are made without and with padding. If they differ,
    padding is not neutral for the model or the loss, and the documents of equal length are compared instead.
+4. The packed loss of as many documents as a batch has is computed in their order and in the opposite one, if the loss
+   is the user's own: one that depends on the places of tokens in the row, such as `labels[:, 1024:] = -100`, may be
+   right for a few short documents.
 
 The file step_cases has the ways in which trainers and loops make such steps.
 """
@@ -109,6 +112,10 @@ class StepCase(ABC):
         """Return what the step is made of with another document; None if this is not known."""
         return None
 
+    def whole(self) -> Any:
+        """Return the documents of a whole batch, in a list; None if their order cannot matter."""
+        return None
+
 
 _CHAOS = 0.1
 """Steps are not compared if rounding changes both the loss and a gradient by more than this share."""
@@ -139,6 +146,8 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
             problem = case.unpatched(steps.made_of)
         elif steps.differ:
             problem = steps.describe()
+        else:
+            problem = _effect_of_order(case)
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
         problem=problem,
@@ -150,6 +159,26 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         difference=steps.difference.largest,
         note=note,
         compared=of is not None,
+    )
+
+
+def _effect_of_order(case: StepCase) -> str:
+    """Return how the packed loss of a whole batch depends on the order of its documents; an empty text if not."""
+    whole = case.whole()
+    if on_any_rank(whole is None):
+        return ""
+    with torch.no_grad():
+        loss, turned = (_on_all_ranks(case, case.packed(each), unpatched=False) for each in (whole, whole[::-1]))
+        if not compare(turned, loss, case.runner.dtype).loss_differs:
+            return ""
+        noisy = case.runner.run(case.packed(whole), noisy=True)
+    if not compare(turned, loss, case.runner.dtype, noisy).loss_differs:
+        return ""
+    documents, tokens, _ = case.sizes(whole)
+    return (
+        f"and in a batch of {documents} documents of {tokens:,} tokens, the packed loss is {loss.loss:.6g}, but "
+        f"{turned.loss:.6g} with the documents in the opposite order, so it depends on places in the row: take places "
+        "from position_ids, which begin anew in each document"
     )
 
 
@@ -211,8 +240,9 @@ class _Steps(NamedTuple):
             text.append("the packed loss reads across documents: replacing one changes the loss of another")
         elif is_additive and found.loss_differs:
             text.append(
-                "no document changes the loss of another, so it is a sum over documents with other weights; of a mean "
-                "for each document, take loss='sequence' and no compute_loss of your own"
+                "the tokens of no document change the loss of another, so documents have other weights: a mean for "
+                "each one (take loss='sequence' and no compute_loss of your own), or weights by places in the row or "
+                "by labels of others (take places from position_ids, which begin anew in each document)"
             )
         return "; ".join(text) or "the steps differ on another rank"
 

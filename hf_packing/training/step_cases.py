@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,8 @@ class PackedCase(StepCase):
     longest: int | None = None
     """The most tokens of a document; None for no limit."""
     loss: Loss = "token"
+    has_own_loss: bool
+    """Whether the loss is of the user's own code, which may read the places of tokens in the row."""
 
     def __init__(self, runner: StepRunner, collator: PackingCollator, makes_trees: bool) -> None:
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
@@ -182,6 +184,13 @@ class PackedCase(StepCase):
         other = {**of[document], INPUT_IDS: tokens, LABELS: tokens.where(labels != IGNORED_LABEL, labels)}
         return [other if number == document else each for number, each in enumerate(of)]
 
+    def whole(self) -> list[Document] | None:
+        if not self.has_own_loss or self.makes_trees or self.runner.ranks_per_row > 1:
+            return None
+        ends = accumulate(map(_length, self.documents))
+        own = [each for each, end in zip(self.documents, ends, strict=True) if end <= (self.most_tokens or 0)]
+        return own[: self.collator.max_segments and self.collator.max_segments - 1]
+
     def batch_of(self, of: list[Document]) -> Batch:
         """Return the packed batch of some documents."""
         rows = [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
@@ -224,6 +233,8 @@ class TrainerCase(PackedCase):
         )
         self.trainer, self.model, self.training, self.stock = trainer, model, training, without_attach(trainer)
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
+        made_by = state.kind.compute_loss.__module__, getattr(trainer.compute_loss_func, "__module__", "trl.")
+        self.has_own_loss = training and not all(each.startswith(("transformers.", "trl.")) for each in made_by)
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
         if runner.without_router_losses:
             self.stock.aux_loss_enabled = False
@@ -303,7 +314,7 @@ class LoopCase(PackedCase):
         part = part_of_row(batch)
         runner = StepRunner(model, ranks_per_row=part.layout.num_ranks if part else 1)
         super().__init__(runner, collator, source[0].shares_prefixes if source else is_tree_batch(batch))
-        self.model, self.function, self.loss = model, function, loss
+        self.model, self.function, self.loss, self.has_own_loss = model, function, loss, function is not None
         self.most_tokens, batches = batch[INPUT_IDS].shape[1], iter([batch])
         if source and isinstance(rows := source[0], PackedRows):
             self.collate = rows.collator_of_documents(source[1], collator)

@@ -435,14 +435,13 @@ FOUND = {
 
 NOT_ISOLATED = {
     "delayed scaling": (with_layers(DelayedScaling), "other documents by up to .*begins in DelayedScaling"),
-    "one scale for a call": (with_layers(ScaleOfBatch), f"{DIFFERS}.*a sum over documents with other weights"),
+    "one scale for a call": (with_layers(ScaleOfBatch), f"{DIFFERS}.*so documents have other weights"),
     "spectral norm": (with_layers(spectral), "depends on earlier batches"),
 }
 
 
 ACROSS = "the packed loss reads across documents: replacing one changes the loss of another"
-WEIGHTS = "no document changes the loss of another, so it is a sum over documents with other weights; "
-WEIGHTS += "of a mean for each document, take loss='sequence' and no compute_loss of your own"
+WEIGHTS = "by labels of others (take places from position_ids, which begin anew in each document)"
 CAUSES = {
     **dict.fromkeys(("Medusa", "three tokens ahead", "unlikelihood of earlier tokens", "contrast of tokens"), ACROSS),
     **dict.fromkeys(("a mean for each document", "a sum for each row", "weights of lengths"), WEIGHTS),
@@ -477,6 +476,57 @@ def test_what_differs_is_found(name, tmp_path):
     assert trainer.state.global_step == 0
     assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
     assert all(each.grad is None for each in trainer.model.parameters())
+
+
+PLACE, OF_DOCUMENT, MARK = 100, 30, 7
+
+
+def up_to_a_place(logits, labels, inputs):
+    return plain(logits, labels.masked_fill(torch.arange(labels.shape[1]) >= PLACE, -100), inputs)
+
+
+def up_to_a_mark(logits, labels, inputs):
+    return plain(logits, labels.masked_fill((inputs["input_ids"] == MARK).cumsum(1) > 0, -100), inputs)
+
+
+def heavy_at_first(logits, labels, _):
+    weights = torch.where(torch.arange(labels.shape[1] - 1) < PLACE, 1, 0.2) * (labels[:, 1:] != -100)
+    return (losses_of(logits, labels) * weights).sum() / weights.sum()
+
+
+def up_to_a_place_of_each_document(logits, labels, inputs):
+    places = inputs.get("position_ids", torch.arange(labels.shape[1])[None])
+    return plain(logits, labels.masked_fill(places >= OF_DOCUMENT, -100), inputs)
+
+
+def with_long_documents(folder, loss, dtype=torch.float32):
+    """Short documents, of which the proof makes a step, have no token at the place, and no mark."""
+    draw, rows = torch.Generator().manual_seed(0), []
+    for length in (4, 5, 6, 4, 60, 61, 62) * 2:
+        ids = torch.randint(MARK + 1, 60, (length,), generator=draw)
+        ids[length // 2] = MARK if length > OF_DOCUMENT else MARK + 1
+        rows.append(ids.tolist())
+    trainer = of(with_loss(loss))(folder)
+    trainer.model.to(dtype)
+    trainer.train_dataset = datasets.Dataset.from_dict({"input_ids": rows})
+    return trainer
+
+
+@pytest.mark.parametrize("loss", [up_to_a_place, up_to_a_mark, heavy_at_first])
+def test_a_loss_by_places_that_short_documents_do_not_reach(loss, tmp_path):
+    trainer = with_long_documents(tmp_path, loss)
+    hfp.attach(trainer, hfp.TokenBudget(256, seed=1))
+    with pytest.raises(hfp.PackingError, match="with the documents in the opposite order, so it depends on places in"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_by_places_in_each_document(dtype, tmp_path):
+    trainer = with_long_documents(tmp_path, up_to_a_place_of_each_document, dtype)
+    hfp.attach(trainer, hfp.TokenBudget(256, seed=1))
+    assert len(logged(trainer)) == 2
+    assert trainer.attached.first_batch_proof.proofs["step: proven on the first training batch"].same
 
 
 TEACHERS = {
