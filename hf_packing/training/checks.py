@@ -25,9 +25,10 @@ from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import refuse_lost_first_labels
-from hf_packing.rows.token_columns import TokenColumn
+from hf_packing.rows.token_columns import TokenColumn, row_numbers
 from hf_packing.training.losses import Loss
 from hf_packing.training.model_loss import predicts_next
+from hf_packing.upstream.trl import cuts_in_collator
 
 _BATCH_METHODS = (
     "get_train_dataloader",
@@ -214,19 +215,22 @@ def refuse_cut_documents(trainer: Trainer, name: str, dataset: Any) -> None:
         dataset: a dataset that the trainer was built with, or that was passed to evaluate().
 
     Raises:
-        PackingError: documents have exactly max_length tokens, or the dataset is a stream.
+        PackingError: documents have exactly max_length tokens, more if the collator cuts; or the dataset is a stream.
     """
     args, found = trainer.args, ""
     if sft_trainer_of(trainer) is None or (limit := args.max_length) is None:
         return
-    if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+    in_collator = cuts_in_collator()
+    if (args.dataset_kwargs or {}).get("skip_prepare_dataset") and not in_collator:
         return
     if isinstance(dataset, datasets.IterableDataset):
         found = f"{name} is a stream"
     elif isinstance(dataset, datasets.Dataset) and INPUT_IDS in dataset.data.column_names:
         lengths = _lengths(dataset, INPUT_IDS)
-        if cut := int((lengths == limit).sum()):
-            found = f"{cut} of {len(lengths)} documents in {name} have exactly {limit} tokens"
+        is_cut = lengths[row_numbers(dataset)] > limit if in_collator else lengths == limit
+        if cut := int(is_cut.sum()):
+            how = "more than" if in_collator else "exactly"
+            found = f"{cut} of {len(is_cut)} documents in {name} have {how} {limit} tokens"
     if found:
         raise PackingError(
             f"max_length: expected SFTConfig(max_length=None), got {limit}. SFTTrainer cuts longer documents before "
@@ -254,7 +258,7 @@ def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
     if _PROMPT not in names:
         dropped = (tokens > limit).any(0)
     else:
-        dropped = (prompt >= limit) & (trainer.args.truncation_mode == "keep_start")
+        dropped = (prompt >= limit) & (trainer.args.truncation_mode == "keep_start") & (not cuts_in_collator())
     kept = np.where(dropped, 0, np.minimum(tokens, limit))
     return int(dropped.sum()), int((tokens - kept).sum())
 

@@ -129,7 +129,7 @@ class Attached(AttachedBatches, ABC):
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
 

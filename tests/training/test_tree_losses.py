@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainers import documents, logged, trainer_of
 from training_by_hand import gradients_of, largest_difference
 from training_process import segments
-from transformers import Trainer
+from transformers import CONFIG_MAPPING, Trainer
 from transformers.modeling_outputs import CausalLMOutput
 from tree_rows import DOCUMENTS, LABELS, OTHER, documents_of, labeled_documents, tree_row
 from trl import SFTTrainer
@@ -386,6 +386,7 @@ def test_lost_documents_are_counted(tmp_path):
     assert (summary.left_out, summary.lost_tokens, summary.tokens) == (2, 90, 38 + 2)
 
 
+@pytest.mark.skipif("axk2" not in CONFIG_MAPPING, reason="an older transformers does not have the model")
 def test_prefixes_that_are_not_stable_are_refused(tmp_path):
     from tools.tiny_model import tiny_model
 

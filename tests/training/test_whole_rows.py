@@ -93,6 +93,7 @@ def test_losses_of_dpo(losses, unit, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
+@pytest.mark.skipif(not hasattr(trl.DPOConfig, "router_aux_loss_coef"), reason="DPO of an older TRL has no router loss")
 def test_losses_of_routers_are_named(tmp_path):
     model, reference = (tiny_model("mixtral", "causal") for _ in range(2))
     config = trl.DPOConfig(str(tmp_path), max_length=None, router_aux_loss_coef=0.1, report_to="none", use_cpu=True)
@@ -411,7 +412,9 @@ def test_sft_with_pictures(processor, chats, tmp_path):
             loss += summed / sum(int((each != -100).sum()) for each in labels)
         after_a_step(stock, loss)
     expected, before = stock.state_dict(), llava().state_dict()
-    assert largest_difference(ours.model.state_dict(), expected) < 1e-12
+    # an older SFTTrainer leaves the loss to the model, which computes it in float32
+    exact = 1e-12 if hasattr(trl.trainer.utils, "add_fused_lm_head") else 1e-8
+    assert largest_difference(ours.model.state_dict(), expected) < exact
     moved = {name for name in expected if not torch.equal(expected[name], before[name])}
     assert any("vision" in name for name in moved)
     assert any("language" in name for name in moved)
