@@ -37,8 +37,8 @@ test-oldest test-newest: test-%:
 	rm -rf .venv-$*
 	$(PYTHON) -m venv .venv-$*
 	echo "torch==$(TORCH)" > .venv-$*/constraints.txt
-	if [ $* = oldest ]; then grep -oE '"[a-z0-9-]+(\[[a-z0-9,]+\])?>=[0-9.]+"' pyproject.toml | grep -v '"torch>=' \
-	    | sed -E 's/"([a-z0-9-]+).*>=(.*)"/\1==\2/' >> .venv-$*/constraints.txt; fi
+	if [ $* = oldest ]; then grep -oE '"[a-z0-9-]+(\[[a-z0-9,]+\])?>=[0-9.]+[",]' pyproject.toml | grep -v '"torch>=' \
+	    | sed -E 's/"([a-z0-9-]+).*>=(.*)[",]/\1==\2/' >> .venv-$*/constraints.txt; fi
 	.venv-$*/bin/python -m pip wheel --no-deps --wheel-dir .venv-$*/wheel .
 	.venv-$*/bin/python -m pip install --no-compile --constraint .venv-$*/constraints.txt "$$(echo .venv-$*/wheel/*.whl)[dev]"
 	mkdir .venv-$*/checkout

@@ -63,8 +63,12 @@ class ReplacedForward:
     __name__ = "forward"  # torch.export reads this and __code__
 
     @property
+    def __func__(self) -> Any:  # SFTTrainer of TRL 1.5 to 1.15 reads its signature
+        return getattr(self.before, "__func__", self.before) or type(self.module).forward
+
+    @property
     def __code__(self) -> Any:
-        return (self.before or type(self.module).forward).__code__
+        return self.__func__.__code__
 
     def install(self) -> None:
         setattr(self.module, self.attribute, self)

@@ -256,8 +256,10 @@ class DocumentReader:
                 shard = upstream.sharded(self._examples, upstream.num_shards(self._examples), number)
                 turns = turns_of(pieces)
             shard._init_state_dict()
-            if state is not None:
+            if state is not None and upstream.has_exact_states():
                 shard.load_state_dict(state)
+            else:
+                at_state = 0
             before = shard.state_dict()
             for table in _tables_of(shard, self._schema):
                 numbers = np.arange(at_state, at_state + table.num_rows)

@@ -28,7 +28,7 @@ from hf_packing.rows.packing_trace import refuse_lost_first_labels
 from hf_packing.rows.token_columns import TokenColumn, row_numbers
 from hf_packing.training.losses import Loss
 from hf_packing.training.model_loss import predicts_next
-from hf_packing.upstream.trl import cuts_in_collator
+from hf_packing.upstream.trl import cuts_in_collator, hides_logits
 
 _BATCH_METHODS = (
     "get_train_dataloader",
@@ -121,6 +121,11 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             f"{made_by.__name__}. attach would replace this collator; make labels, weights and other numbers for each "
             "token in the dataset's map or with_transform, or keep the collator and its batches with "
             "attach(trainer, None), which takes out their padding"
+        )
+    if loss is not None and sft_trainer_of(trainer) is not None and hides_logits(trainer.args):
+        raise PackingError(
+            "loss_type: expected SFTConfig(loss_type='nll') before TRL 1.16, got 'chunked_nll', which gives the model "
+            "a forward without logits; attach lets losses be computed in chunks, too"
         )
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(trainer.accelerator.parallelism_config, "tp_size", 1):

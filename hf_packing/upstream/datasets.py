@@ -29,6 +29,7 @@ from datasets.iterable_dataset import (
     VerticallyConcatenatedMultiSourcesExamplesIterable,
     _BaseExamplesIterable,
 )
+from packaging.version import Version
 
 from hf_packing.errors import PackingError
 
@@ -126,6 +127,14 @@ def stream_of(
         distributed=like._distributed,
         token_per_repo_id=like._token_per_repo_id,
     )
+
+
+def has_exact_states() -> bool:
+    """Return whether a shard that is read from a saved state goes on where it was, as since datasets 4.8.5.
+
+    Without it, a resumed stream would lose documents. Where it is False, shards are read from their beginning.
+    """
+    return Version(datasets.__version__) >= Version("4.8.5")
 
 
 def has_shuffle_buffer(examples: Examples) -> bool:

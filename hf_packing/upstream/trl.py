@@ -1,6 +1,7 @@
 """What differs between versions of TRL, or is private in it."""
 
 from dataclasses import fields
+from typing import Any
 
 
 def cuts_in_collator() -> bool:
@@ -11,3 +12,13 @@ def cuts_in_collator() -> bool:
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     return "max_length" in {each.name for each in fields(DataCollatorForLanguageModeling)}
+
+
+def hides_logits(args: Any) -> bool:
+    """Return whether SFTTrainer gives its model a forward without logits, as for "chunked_nll" before TRL 1.16.
+
+    Without it, attach would say of such a model that it is no language model.
+    """
+    from trl.trainer import sft_trainer
+
+    return getattr(args, "loss_type", None) == "chunked_nll" and hasattr(sft_trainer, "_patch_chunked_ce_lm_head")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.upstream.trl import hides_logits
 
 
 def documents(number, samples=1):
@@ -48,7 +49,10 @@ def arguments(folder, kind=TrainingArguments, **changes):
         "dataloader_pin_memory": False,
         "disable_tqdm": True,
     }
-    return kind(**known | ({"max_length": None} if kind is SFTConfig else {}) | changes)
+    args = kind(**known | ({"max_length": None} if kind is SFTConfig else {}) | changes)
+    if hides_logits(args):
+        args.loss_type = "nll"
+    return args
 
 
 def trainer_of(folder, kind=Trainer, model=None, data=None, callbacks=None, **changes):

@@ -23,6 +23,7 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.training.streams import RankTurns
+from hf_packing.upstream.datasets import has_exact_states
 
 CAPACITY = 48
 DOCUMENTS = [[token % 90 + 1 for token in document[:40]] for document in make_documents(160)]
@@ -123,6 +124,7 @@ class Counted:
         return row
 
 
+@pytest.mark.skipif(not has_exact_states(), reason="an older datasets reads shards from their beginning")
 def test_a_resumed_loader_does_not_read_what_was_read(tmp_path):
     files = write_parquet(tmp_path / "large", [DOCUMENTS * 2] * 2, rows_in_group=20)
     total = 2 * 2 * len(DOCUMENTS)
