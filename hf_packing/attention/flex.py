@@ -22,6 +22,7 @@ from hf_packing.attention.exact import TracedRow
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
 from hf_packing.planning.lengths import BoolArray, IntArray
 from hf_packing.trees.segments import TreeSegments
+from hf_packing.upstream.torch import mark_static
 
 BLOCK = 128
 """Number of tokens in a block, as in `create_block_mask`. It must be a multiple of FlexAttention's own tiles."""
@@ -164,8 +165,8 @@ def row_mask(
         return (key >= first[query]) & (key <= last_key[query])
 
     if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static(first)
-        torch._dynamo.mark_static(last_key)
+        mark_static(first)
+        mark_static(last_key)
     blocks = *_blocks_between(first, last_key, tokens), *_blocks_between(first_query, last, tokens)
     return _mask(attends, tokens, blocks)
 
@@ -195,7 +196,7 @@ def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device
         return (key <= query) & (query < end[key]) & (depth[key] >= least[query])
 
     for each in (depth, least, end):
-        torch._dynamo.mark_static(each)
+        mark_static(each)
     partial, full = _visible_blocks(depths, first, ends)
     blocks = [each for seen in (partial, full, partial.T, full.T) for each in _listed(seen)]
     return _mask(attends, tokens, [on_device(each, device) for each in blocks])

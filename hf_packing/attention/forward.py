@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hf_packing.attention.by_segment import (
@@ -89,10 +88,8 @@ from hf_packing.batch.loader import check_loader
 from hf_packing.batch.segments import part_in
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PADDING_SEGMENT, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
-
-_CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
-first attribute, and FSDP's checkpoint wrapper has the second attribute."""
+from hf_packing.upstream.torch import inside_fsdp, parts_of, trace_only_inside
+from hf_packing.upstream.transformers import CHECKPOINTING, attention_name
 
 running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
 """The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
@@ -157,7 +154,7 @@ class Patch:
         """Raise PackingError if a module was put in after the patch. It may wrap the one that was there, as an adapter
         does, or have no parts, as a layer of FP8, if the patch has changed nothing in its place."""
         for name, owner, before in self._parts:
-            for key, new in owner._modules.items() if owner._modules != before else ():
+            for key, new in parts_of(owner).items() if parts_of(owner) != before else ():
                 if new is None or new in self._known:
                     continue
                 old, inside = before.get(key), {*new.modules()}
@@ -172,17 +169,17 @@ class Patch:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_modules(self) -> None:
         """Note the modules that are there, after a forward too, since a few models exchange modules themselves."""
-        if not self._parts or any(owner._modules != before for _, owner, before in self._parts):
+        if not self._parts or any(parts_of(owner) != before for _, owner, before in self._parts):
             before = [each for _, each, _ in self._parts]
-            self._parts = [(name, each, dict(each._modules)) for name, each in self.model.named_modules()]
+            self._parts = [(name, each, dict(parts_of(each))) for name, each in self.model.named_modules()]
             self._known = {*before, *(each for _, each, _ in self._parts)}
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
         what they ran under. FSDP replaces layers in the model's lists by wrappers that have such a function."""
         for module in chain(self.may_checkpoint, *self.lists):
-            wrapped = module._modules.get("_fsdp_wrapped_module") or module
-            for name in _CHECKPOINTING:
+            wrapped = inside_fsdp(module)
+            for name in CHECKPOINTING:
                 checkpoint = vars(wrapped).get(name)
                 if checkpoint is not None and not isinstance(checkpoint, KeepLayout):
                     setattr(wrapped, name, KeepLayout(checkpoint, self))
@@ -492,7 +489,7 @@ class PatchedForward(ReplacedForward):
         call asks for attention weights."""
         refuse_weights((config for config, _ in self.patch.attention_before), inputs.get("output_attentions"))
         for config, attention in self.patch.attention_during:
-            if (found := config._attn_implementation) != attention:
+            if (found := attention_name(config)) != attention:
                 raise PackingError(
                     f"attention: expected {attention!r} on a patched model, in its {type(config).__name__}, got "
                     f"{found!r}, which was set after the model was patched; call unpatch_model before you set another "
@@ -507,7 +504,7 @@ class PatchedForward(ReplacedForward):
         self.__dict__.update(state)
 
 
-skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code
+trace_only_inside(PatchedForward.__call__)
 
 
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
@@ -637,7 +634,7 @@ def remove(model: PreTrainedModel) -> Route:
     for forward in patch.replaced:
         forward.remove()
     for module in model.modules():
-        for name in _CHECKPOINTING:
+        for name in CHECKPOINTING:
             if isinstance(checkpoint := vars(module).get(name), KeepLayout):
                 setattr(module, name, checkpoint.checkpoint)
     restore_attention(patch.attention_before)

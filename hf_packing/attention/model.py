@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.checks import refuse_older
 from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.upstream.accelerate import device_hook
+from hf_packing.upstream.torch import is_compiled_itself, uncompiled
 
 Inputs = Mapping[str, Any]
 """The arguments of a model's forward by name, or a batch."""
@@ -47,7 +49,7 @@ def inner_model(model: Any) -> PreTrainedModel:
             refuse_older("peft")
             _check_peft_method(inner)
             inner = inner.get_base_model()
-        elif isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+        elif isinstance(wrapped := uncompiled(inner) or getattr(inner, "module", None), nn.Module):
             inner = wrapped
         else:
             modules = inner.named_modules() if isinstance(inner, nn.Module) else ()
@@ -167,7 +169,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
     runs, even if accelerate has offloaded the embedding's weight."""
     embedding = embedding_of(model)
     device: torch.device = embedding.weight.device
-    hook = getattr(embedding, "_hf_hook", None)
+    hook = device_hook(embedding)
     return device if device.type != "meta" or hook is None else torch.device(hook.execution_device)
 
 
@@ -221,7 +223,7 @@ def weights_location(model: nn.Module) -> str:
         for parameter in module.parameters(recurse=False):
             if hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor":
                 return "sharded over processes"
-            if parameter.is_meta and not hasattr(module, "_hf_hook"):
+            if parameter.is_meta and device_hook(module) is None:
                 return "on the meta device"
     return "in memory"
 
@@ -244,9 +246,7 @@ def is_compiled(model: nn.Module) -> bool:
 def compiles_forward(module: nn.Module) -> bool:
     """Return whether torch.compile has compiled the forward of a module."""
     forward = vars(module).get("forward")
-    forwards = forward, getattr(forward, "before", None)  # a patch may have replaced a compiled forward
-    compiled = any(hasattr(each, "_torchdynamo_orig_callable") for each in forwards)
-    return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return is_compiled_itself(module, forward, getattr(forward, "before", None))  # a patch may have replaced it
 
 
 def without_ddp(model: nn.Module) -> nn.Module:

@@ -30,6 +30,7 @@ from hf_packing.batch.segments import part_in
 from hf_packing.columns import rows_of
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.strategies.sequential import FixedLength
+from hf_packing.upstream.transformers import attention_name
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def _check_rows(case: RowCase) -> IsolationReport:
         return report
     config = case.model.config
     reason = (
-        f"{report.reason}, with attention {config._attn_implementation!r} and "
+        f"{report.reason}, with attention {attention_name(config)!r} and "
         f"use_cache={getattr(config, 'use_cache', False)}. hf_packing.patch_model(model) keeps documents apart, or "
         "raises an error"
     )

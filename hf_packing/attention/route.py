@@ -29,6 +29,8 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.upstream.torch import mark_changing
+from hf_packing.upstream.transformers import attention_name, can_set_attention
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
@@ -101,7 +103,7 @@ def mark_changing_sizes(inputs: Arguments, tokens: int) -> None:
     for name, value in inputs.items():
         if isinstance(value, Tensor) and tokens > 1:  # a size of 1 is always compiled by itself
             changing = [axis for axis, size in enumerate(value.shape) if size == tokens or name in CU_SEQ_LENS]
-            torch._dynamo.maybe_mark_dynamic(value, changing)
+            mark_changing(value, changing)
 
 
 borders_left_out: ContextVar[bool] = ContextVar("borders_left_out", default=False)
@@ -125,7 +127,7 @@ def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
     positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
     varlen = [Method(NAME, positions, borders), Method(NAME, positions, False), Method(NAME, False, False)]
     own = [Method(None, positions, False, mask_of_ones=positions), Method(None, False, False, mask_of_ones=True)]
-    return list(dict.fromkeys([*varlen, *own] if model._can_set_attn_implementation() else own))
+    return list(dict.fromkeys([*varlen, *own] if can_set_attention(model) else own))
 
 
 @dataclass
@@ -252,5 +254,5 @@ def route_key(model: PreTrainedModel) -> Any:
     other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
     repeat all checks of the search, the key contains the names and classes of all modules."""
     config, classes = model.config, tuple((name, type(module)) for name, module in model.named_modules())
-    facts = config._attn_implementation, model.dtype, model.device.type, borders_left_out.get()
+    facts = attention_name(config), model.dtype, model.device.type, borders_left_out.get()
     return classes, config.to_json_string(), *facts

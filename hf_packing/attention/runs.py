@@ -27,6 +27,7 @@ from hf_packing.attention.snapshot import (
     without_randomness,
 )
 from hf_packing.errors import ModelNotSupportedError
+from hf_packing.upstream.transformers import attention_name, can_set_attention
 
 
 class NotCallableError(ModelNotSupportedError):
@@ -188,9 +189,9 @@ class Runner:
     def other_attention(self) -> str | None:
         """The attention function with which documents run alone if they differ with the model's own one."""
         with self.unpatched():
-            own = self.model.config._attn_implementation
+            own = attention_name(self.model.config)
         known = own in STOCK_ATTENTIONS or "flash" in str(own)
-        return _WRITTEN_OUT if known and own != _WRITTEN_OUT and self.model._can_set_attn_implementation() else None
+        return _WRITTEN_OUT if known and own != _WRITTEN_OUT and can_set_attention(self.model) else None
 
     @contextmanager
     def leaves(self, tokens: int | None = None, noisy: bool = False) -> Iterator[Embedded]:

@@ -38,6 +38,7 @@ from hf_packing.attention.token_axes import (
 )
 from hf_packing.attention.tolerance import comparable, differences
 from hf_packing.errors import PackingError
+from hf_packing.upstream.torch import described_of
 
 _CALLS: tuple[dict[str, bool], ...] = ({}, {"embedded": True}, {"output_hidden_states": True})
 """Options for forwards after the search. In the first one, all modules that run segment by segment do so from its begin
@@ -215,8 +216,7 @@ def modules_alike(model: nn.Module) -> list[list[str]]:
     groups = defaultdict(list)
     for name, module in model.named_modules():
         own = {each: value for each, value in vars(module).items() if each not in {*OF_EVERY_MODULE, *_LAYER_NUMBERS}}
-        others = module._parameters, module._buffers, module._forward_pre_hooks, module._forward_hooks
-        described = (_describe(value) for each in (own, *others) for value in each.values())
+        described = (_describe(value) for each in (own, *described_of(module)) for value in each.values())
         place = ("*" if part.isdigit() else part for part in name.split("."))
         groups[*place, repr(module), module.training, *own, *described].append(name)
     return [*groups.values()]

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.snapshot import WeightSnapshot
 from hf_packing.errors import ModelNotSupportedError
+from hf_packing.upstream.transformers import attention_name, from_config
 
 VOCABULARY = 128
 """Number of tokens that a small model knows."""
@@ -138,7 +139,7 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
         small = type(model.config).from_dict(_shrink(model.config))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
-            copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
+            copy = from_config(type(model), small, dtype=dtype, experts_implementation=_EXPERTS).eval()
     except Exception as error:  # its type depends on the class
         raise NoCopyError(
             f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
@@ -146,8 +147,8 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
             "prove='model' before the model is sharded"
         ) from error
     randomize(copy)
-    own = model.config._attn_implementation
-    if own != copy.config._attn_implementation and not any(kind in str(own) for kind in _OF_CUDA):
+    own = attention_name(model.config)
+    if own != attention_name(copy.config) and not any(kind in str(own) for kind in _OF_CUDA):
         copy.set_attn_implementation(own)
     return copy
 

@@ -16,23 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.model import configurations, has_local_weights
-
-_CHANGED_IN_PLACE = (
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-"""Names of module attributes that are dictionaries, and that a forward may change in place. For example, transformers
-adds hooks when a caller requests hidden states."""
+from hf_packing.upstream.torch import CHANGED_IN_PLACE, HOOKS, PARAMETERS, Dropout, global_hooks
+from hf_packing.upstream.transformers import ATTENTION
 
 _NOT_RESTORED = ("forward", "training")
 """Names of module attributes that `restored` leaves alone, since code within the block may set them on purpose."""
@@ -44,11 +33,6 @@ _COLLECTIONS = (list, dict, set, deque)
 
 Attention = list[tuple[PreTrainedConfig, Any]]
 """Pairs of a configuration and the name of its attention function."""
-
-_ATTENTION = "_attn_implementation_internal"
-"""The attribute in which a configuration stores the name of its attention function. The patch restores this attribute
-directly. The method `set_attn_implementation` would reject the value None, which some inner configurations have, and
-would reject an attention function whose package is not installed."""
 
 
 @contextmanager
@@ -77,7 +61,7 @@ class ModuleSnapshot:
 
     def __init__(self, *modules: nn.Module) -> None:
         owners = [vars(module) for module in modules]
-        dictionaries = [each for own in owners for each in (own, *(own[name] for name in _CHANGED_IN_PLACE))]
+        dictionaries = [each for own in owners for each in (own, *(own[name] for name in CHANGED_IN_PLACE))]
         self._dictionaries = [(each, dict(each)) for each in dictionaries]
         own = [(name, own[name]) for own in owners for name in own.keys() - OF_EVERY_MODULE]
         self._collections = [(name, each, _items(each)) for name, each in own if isinstance(each, _COLLECTIONS)]
@@ -143,10 +127,6 @@ def restored(*modules: nn.Module) -> Iterator[dict[str, Any]]:
     finally:
         changed |= snapshot.restore()
 
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Names of the module attributes with the hooks that may run in a proof. Those of all modules have the same names after
-"_global"."""
 
 _LEVELS, _MANY, _HUGE = 5, 1000, 1_000_000
 """`ObjectSnapshot` follows references over this number of levels, follows this number of references of each object, and
@@ -271,11 +251,11 @@ class WeightSnapshot(TorchFunctionMode):
         self._is_probed, is_local = probed, has_local_weights(model)
         modules, parameters, buffers = [*model.modules()], [*model.parameters()], [*model.buffers()]
         owners = [*map(vars, modules)]
-        held: list[Any] = [*map(vars, parameters), *(own["_parameters"] for own in owners)]
+        held: list[Any] = [*map(vars, parameters), *(own[PARAMETERS] for own in owners)]
         others = [own[name] for own in owners for name in own.keys() - OF_EVERY_MODULE]
         if probed:
-            owners.append({name: vars(nn.modules.module)["_global" + name] for name in _HOOKS})
-            others += [hook for own in owners for name in _HOOKS for hook in own[name].values()]
+            owners.append(global_hooks())
+            others += [hook for own in owners for name in HOOKS for hook in own[name].values()]
         self._of_weights, self._of_modules = (
             ObjectSnapshot(roots if is_local else (), (*modules, *parameters)) for roots in (held, others)
         )
@@ -397,7 +377,7 @@ def without_randomness(model: PreTrainedModel, words: Sequence[str] = _RANDOM_SE
 
 def _random_settings(owner: Any, words: Sequence[str]) -> list[str]:
     """Return the attributes of a module or a configuration that are probabilities or noise scales, except zeros."""
-    also = "p" if isinstance(owner, _DropoutNd) else None
+    also = "p" if isinstance(owner, Dropout) else None
     return [
         name
         for name, value in vars(owner).items()
@@ -442,12 +422,12 @@ def attention_of(model: PreTrainedModel) -> Attention:
 
 def attention_now(settings: Attention) -> Attention:
     """Return the configurations in `settings` with the names of the attention functions that they have now."""
-    return [(config, getattr(config, _ATTENTION, None)) for config, _ in settings]
+    return [(config, getattr(config, ATTENTION, None)) for config, _ in settings]
 
 
 def restore_attention(before: Attention) -> None:
     for config, attention in before:
-        setattr(config, _ATTENTION, attention)
+        setattr(config, ATTENTION, attention)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from hf_packing.attention.token_axes import Path, TokenAxes, map_tensors
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.rank_layout import RowPart, plan_exchange
+from hf_packing.upstream.torch import timeout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +62,7 @@ def block_of(ranks: int) -> Any:
 
 @cache
 def _block_in(world: Any, ranks: int) -> Any:
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return dist.new_subgroups(group_size=ranks, timeout=timeout)[0]  # type: ignore[no-untyped-call]
+    return dist.new_subgroups(group_size=ranks, timeout=timeout_of(world))[0]  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False)

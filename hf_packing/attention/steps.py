@@ -31,6 +31,7 @@ from hf_packing.attention.snapshot import (
 )
 from hf_packing.attention.split_row import block_of
 from hf_packing.attention.token_axes import map_tensors, tensors_in
+from hf_packing.upstream.torch import gradient_hooks
 
 
 class Step(NamedTuple):
@@ -111,10 +112,9 @@ class StepRunner:
             if isinstance(self.model, DistributedDataParallel):
                 stack.enter_context(self.model.no_sync())
             for parameter in self.parameters.values() if has_local_weights(self.model) else ():
-                for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-                    if hooks:  # optimizers step in such hooks
-                        stack.callback(hooks.update, dict(hooks))
-                        hooks.clear()
+                for hooks in gradient_hooks(parameter):
+                    stack.callback(hooks.update, dict(hooks))
+                    hooks.clear()
             for each, gradient in kept:
                 each.grad = None
                 stack.callback(setattr, each, "grad", gradient)

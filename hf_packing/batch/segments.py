@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-try:
-    from torch.fx.experimental.sym_node import DynamicInt
-except ImportError:  # torch 2.9
-    DynamicInt = int  # type: ignore[assignment,misc]
-
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -34,6 +29,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Int64Array, IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.rank_layout import RowPart
+from hf_packing.upstream.torch import DynamicInt
 
 Batch = Mapping[str, Any]
 """A batch, or the keyword arguments of a model's forward."""

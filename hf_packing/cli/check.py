@@ -36,6 +36,7 @@ from hf_packing.attention import (
 from hf_packing.cli.flags import print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
+from hf_packing.upstream.transformers import from_config, takes_configuration
 
 
 def run(given: argparse.Namespace) -> int:
@@ -115,7 +116,7 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
         drawn = f", with random values for {missing:,} weights that are missing in its files" if missing else ""
         return model.to("cuda") if torch.cuda.is_available() else model, f"the model itself{drawn}"
     with torch.device("meta"):
-        model = head.from_config(config, **code) if hasattr(head, "from_config") else head._from_config(config)
+        model = head.from_config(config, **code) if hasattr(head, "from_config") else from_config(head, config)
     return model, f"a small {type(model).__name__} with as many layers and random weights"
 
 
@@ -134,6 +135,6 @@ def _head_of(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     if hasattr(transformers, named[0]) and not (trust_remote_code and brought):
         return getattr(transformers, named[0])
     for head in (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
-        if type(config) in head._model_mapping or head.__name__ in brought:
+        if takes_configuration(head, config) or head.__name__ in brought:
             return head
     return AutoModelForCausalLM

@@ -28,11 +28,12 @@ from hf_packing.rows.packing_trace import refuse_lost_first_labels
 from hf_packing.rows.token_columns import TokenColumn, row_numbers
 from hf_packing.training.losses import Loss
 from hf_packing.training.model_loss import predicts_next
+from hf_packing.upstream.transformers import TRAIN_SAMPLER
 from hf_packing.upstream.trl import cuts_in_collator, hides_logits
 
 _BATCH_METHODS = (
     "get_train_dataloader",
-    "_get_train_sampler",
+    TRAIN_SAMPLER,
     "get_eval_dataloader",
     "get_test_dataloader",
     "get_batch_samples",

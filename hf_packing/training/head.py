@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -27,6 +26,7 @@ from hf_packing.attention import compiles_forward, inner_model, labels_of_trees,
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
+from hf_packing.upstream.torch import WITHOUT_VALUES, PlainTensors, backward_hooks, subclassed, tree_leaves, tree_map
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
@@ -270,7 +270,7 @@ class Logits(Tensor):
         """Return the tensor without values, if it is sure that gradients may bypass it."""
         if self.is_copy and self.grad_fn is not None and type(self.grad_fn).__name__ != "_DDPSinkBackward":
             raise _refusal(type(self.grad_fn).__name__.removesuffix("Backward"))
-        with torch._C.DisableTorchFunctionSubclass():
+        with PlainTensors():
             return self.as_subclass(Tensor)
 
     @classmethod
@@ -285,7 +285,7 @@ class Logits(Tensor):
             else:
                 args = args[0], partial(_without_gradient, args[1])
         if is_hook or name in _WITHOUT_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with PlainTensors():
                 return function(*args, **kwargs)
         if function is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
             return loss
@@ -389,7 +389,7 @@ class _StandIn(torch.autograd.Function):
         ctx.zeros, ctx.weights = _zeros_like(source), len(weights)
         # no view, since FSDP2 warns of views
         values = nan.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))
-        return Tensor._make_subclass(Logits, values)
+        return subclassed(Logits, values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -427,7 +427,7 @@ class _UnknownGradient(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _name_of(function) not in _WITHOUT_VALUES:
             raise _refusal("one that reads it")
-        with torch._C.DisableTorchFunctionSubclass():
+        with PlainTensors():
             return function(*args, **(kwargs or {}))
 
 
@@ -468,8 +468,8 @@ _VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "transpose", "__get
 
 _WITHOUT_VALUES = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta")
-    + ("is_sparse", "_base", "_backward_hooks", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
-    + ("is_tensor", "_is_view", "get_device", "element_size", "__len__", "__hash__")
+    + ("is_sparse", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
+    + ("is_tensor", *WITHOUT_VALUES, "get_device", "element_size", "__len__", "__hash__")
 )
 """Names of functions and attributes that need no values of logits."""
 
@@ -487,14 +487,14 @@ def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel)
     around = [model, *map(model.get_submodule, accumulate(name.split("."), "{}.{}".format))]
     if torch.compiler.is_compiling() or any(map(compiles_forward, around)):
         return "the output layer is compiled", False
-    hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]
-    if not all(_maker_of(hook).startswith("torch.distributed.") for hook in chain(*hooks)):
+    hooks = chain(*map(backward_hooks, around))
+    if not all(_maker_of(hook).startswith("torch.distributed.") for hook in hooks):
         return "the output layer, or a module around it, has a backward hook", False
     if any(isinstance(module, FullyShardedDataParallel) for module in around[around.index(inner) :]):
         return "the first version of FSDP shards the output layer on its own", True
     if any(hasattr(each, "ds_id") for each in layer.parameters()):
         return "DeepSpeed ZeRO-3 shards the output layer", True
-    if any(each._backward_hooks for each in layer.parameters()):
+    if any(map(backward_hooks, layer.parameters())):
         return "a weight of the output layer has a hook", True
     return "", True
 

@@ -38,6 +38,7 @@ from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import check_labels_are_hidden
 from hf_packing.training.losses import Batch
 from hf_packing.training.model_loss import check_predicts_next
+from hf_packing.upstream.accelerate import prepared_models
 
 
 @dataclass(frozen=True)
@@ -229,4 +230,4 @@ def warn_of_shared_randomness(model: nn.Module) -> None:
 
 def prepared_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return a model as `accelerator.prepare` has returned it, or the model itself if it was not prepared."""
-    return next((each for each in accelerator._models if model in each.modules()), model)
+    return next((each for each in prepared_models(accelerator) if model in each.modules()), model)

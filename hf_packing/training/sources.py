@@ -7,7 +7,6 @@ Columns with one number for each token, such as weights, are passed on if the mo
 keeps them, or all of them with remove_unused_columns=False.
 """
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
 from hf_packing.training.split_rows import PartCollator
 from hf_packing.training.streams import StreamedRows, training_stream
+from hf_packing.upstream.transformers import columns_taken
 
 Takes = Callable[[str], bool]
 """A function that tells whether a column of this name is passed on."""
@@ -83,10 +83,8 @@ class Reading:
             masking = Masking(collator, next(seed for seed in seeds if seed is not None))
         takes: Takes = lambda _: True  # noqa: E731
         if args.remove_unused_columns:
-            asked = copy.copy(trainer)  # which keeps the columns
-            asked._set_signature_columns_if_needed()
             # Trainer always adds the names of labels, also for a forward without them
-            takes = ({*asked._signature_columns} - {"label", "label_ids"}).__contains__
+            takes = ({*columns_taken(trainer)} - {"label", "label_ids"}).__contains__
         applies_masks, unread = sft_trainer_of(trainer) is not None, _unread_by(trainer.model)
         if applies_masks and not trainer.completion_only_loss:  # it trains on prompts, too
             unread = (*unread, COMPLETION_MASK)

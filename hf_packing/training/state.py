@@ -36,6 +36,7 @@ from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.step_counts import Predictions, StepCounts
 from hf_packing.training.whole_rows import WholeRows, pixels_per_patch_of, sizes_of_rows
+from hf_packing.upstream.transformers import worker_context
 
 TEST_DATASET = "test_dataset"
 """The name of the dataset of predict() in messages."""
@@ -129,7 +130,7 @@ class Attached(AttachedBatches, ABC):
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+            multiprocessing_context=worker_context(args),
         )
 
 

@@ -61,6 +61,7 @@ from hf_packing.training.sources import PackedRows, Source
 from hf_packing.training.step import StepCase, StepReport, prove_step
 from hf_packing.training.step_counts import StepCounts
 from hf_packing.training.whole_rows import collate_rows
+from hf_packing.upstream.accelerate import prepared_loaders
 
 Document = dict[str, Tensor]
 """The columns of a document, each [1, tokens]."""
@@ -506,7 +507,7 @@ def _compare_with_own_collator(stock: Any, documents: Mapping[int, Document], fi
     """
     if not documents:
         return
-    loaders = stock.accelerator._dataloaders
+    loaders = prepared_loaders(stock.accelerator)
     before = len(loaders)
     loader: Any = None
     with suppress(Exception), torch.random.fork_rng():  # making a loader may draw random numbers
