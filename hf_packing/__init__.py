@@ -58,6 +58,7 @@ _HOME_OF = {
     "tokenize": "text.tokenize",
     "unpack": "rows.unpack",
     "unpatch_model": "attention",
+    "versions": "upstream",
 }
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from hf_packing.training.score import Scores, document_logps, score
     from hf_packing.training.step import StepReport
     from hf_packing.training.step_cases import check_step
+    from hf_packing.upstream import versions
 
 __all__ = [
     "BestFit",
@@ -145,6 +147,7 @@ __all__ = [
     "tokenize",
     "unpack",
     "unpatch_model",
+    "versions",
 ]
 
 

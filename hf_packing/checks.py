@@ -26,6 +26,17 @@ OLDEST = {
 }
 """The oldest supported versions of the packages that change what is packed, computed or trained, as in pyproject.toml.
 The tests pass on all of them together."""
+NEWEST = {
+    "numpy": "2.4.6",
+    "pyarrow": "26.0.1",
+    "datasets": "5.2.0",
+    "torch": "2.13.0",
+    "transformers": "5.24.0",
+    "accelerate": "1.15.0",
+    "trl": "1.16.0",
+    "peft": "0.21.2",
+}
+"""The newest versions that were tested, as in constraints.txt. Newer ones work if their doors do (`make doors`)."""
 _BUT = {"datasets": ",!=5.0.0"}
 """Newer versions that are not supported: with datasets 5.0.0, a resumed stream has other rows."""
 INT32_MAX = 2**31 - 1
@@ -100,6 +111,11 @@ def set_fields(instance: Any, **values: Any) -> None:
         object.__setattr__(instance, name, value)
 
 
+def wanted_versions(package: str) -> str:
+    """Return the supported versions of a package, as pip reads them."""
+    return f">={OLDEST[package]}{_BUT.get(package, '')}"
+
+
 @cache
 def refuse_older(*packages: str) -> None:
     """Raise PackingError if the installed version of a package is none that is supported, since results may be wrong.
@@ -111,6 +127,6 @@ def refuse_older(*packages: str) -> None:
             found = version(package)
         except PackageNotFoundError:
             continue
-        wanted = f">={OLDEST[package]}{_BUT.get(package, '')}"
+        wanted = wanted_versions(package)
         if not SpecifierSet(wanted).contains(found, prereleases=True):
             raise PackingError(f'{package}: expected version {wanted}, got {found}; pip install "{package}{wanted}"')

@@ -52,7 +52,7 @@ from hf_packing.rows.token_columns import (
     with_typed_empty_lists,
 )
 from hf_packing.strategies.base import Strategy
-from hf_packing.versions import versions
+from hf_packing.versioned import versions_of_texts
 
 Inputs = dict[str, Identity]
 """Files to pack: what differs between two versions of them, the size first, by path or URL."""
@@ -247,7 +247,7 @@ def _text_tokenizer(tokenizer: Any, trust_remote_code: bool, settings: Mapping[s
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
     texts = TextTokenizer(tokenizer, **settings)
-    parts = (tokenizer.backend_tokenizer.to_str(), str(texts.template), tokenizer.eos_token_id, versions())
+    parts = (tokenizer.backend_tokenizer.to_str(), str(texts.template), tokenizer.eos_token_id, versions_of_texts())
     return texts, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

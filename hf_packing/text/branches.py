@@ -19,7 +19,7 @@ from hf_packing.text.render import (
     settings_of,
 )
 from hf_packing.text.tokenize import Ids, TextTokenizer, Tokens, rows_of_batch, usable, warn_of
-from hf_packing.versions import versioned
+from hf_packing.versioned import versioned
 
 _Turn = tuple[Ids, Ids, list[str]]
 

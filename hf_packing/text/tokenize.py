@@ -30,7 +30,7 @@ from hf_packing.text.render import (
     reason_of,
     without_added_nulls,
 )
-from hf_packing.versions import versioned
+from hf_packing.versioned import versioned
 
 TOKEN_COLUMNS = datasets.Features(dict.fromkeys((INPUT_IDS, LABELS), datasets.List(datasets.Value("int32"))))
 

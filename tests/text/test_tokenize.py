@@ -430,13 +430,13 @@ def test_cached_tokens_depend_on_the_versions(monkeypatch):
     now = keys()
     assert keys() == now
     real, given = importlib.metadata.version, {}
-    monkeypatch.setattr("hf_packing.versions.version", lambda name: given.get(name) or real(name))
+    monkeypatch.setattr("hf_packing.versioned.version", lambda name: given.get(name) or real(name))
     seen = [now]
     for package in ("hf-packing", "transformers", "trl", "jinja2", "tokenizers"):
         given[package] = "0.0.1"
         seen.append(keys())
     assert all(len(set(each)) == len(seen) for each in zip(*seen, strict=True)), "tokenized anew each time"
-    monkeypatch.setattr("hf_packing.versions.version", real)
+    monkeypatch.setattr("hf_packing.versioned.version", real)
     assert keys() == now
     tokenizer.chat_template = MARKED
     assert all(map(str.__ne__, keys(), now))

@@ -10,7 +10,7 @@ _OF_TEXTS = ("hf-packing", "transformers", "tokenizers", "jinja2", "trl")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def versions() -> dict[str, str]:
+def versions_of_texts() -> dict[str, str]:
     """Return the versions of the packages that turn texts into tokens, without those that are not installed."""
     found = {}
     for package in _OF_TEXTS:
@@ -32,7 +32,7 @@ class _Versioned:
 
     def __reduce__(self) -> tuple[Any, ...]:
         name = f"{self.__module__}:{self.__name__}"  # type: ignore[attr-defined]  # as above
-        return resolve_name, (name,), {"versions": versions()}
+        return resolve_name, (name,), {"versions": versions_of_texts()}
 
 
 def versioned(function: _Function) -> _Function:
