@@ -11,7 +11,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALLED := $(VENV)/.installed
 INSTALLED_FOR_DEMO := $(VENV)/.installed-for-demo
 
-.PHONY: demo test test-all test-deepspeed test-oldest test-newest survey lint bench docs clean
+.PHONY: demo doors test test-all test-deepspeed test-oldest test-newest survey lint bench docs clean
 
 demo: $(INSTALLED_FOR_DEMO)
 	$(VENV)/bin/python -u recipes/quickstart.py
@@ -23,6 +23,10 @@ export PYTHONDONTWRITEBYTECODE =
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
+
+# What a new version of another library has changed, and what of ours needs it, in a minute and in any environment.
+doors: $(INSTALLED)
+	$(VENV)/bin/python -m pytest tests/upstream
 
 test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not survey"

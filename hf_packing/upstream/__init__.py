@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
+import hf_packing
 from hf_packing.checks import NEWEST, wanted_versions
 
 NEEDED = {
@@ -96,7 +97,7 @@ def versions() -> str:
         >>> print(hfp.versions().splitlines()[0].split()[0])
         hf-packing
     """
-    lines = [f"hf-packing {version('hf-packing')}"]
+    lines = [f"hf-packing {hf_packing.__version__}"]
     for library, newest in NEWEST.items():
         try:
             found = version(library)

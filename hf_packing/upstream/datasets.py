@@ -130,11 +130,11 @@ def stream_of(
 
 
 def has_exact_states() -> bool:
-    """Return whether a shard that is read from a saved state goes on where it was, as since datasets 4.8.5.
+    """Return whether a shard that is read from a saved state goes on where it was, as since datasets 5.0.1.
 
     Without it, a resumed stream would lose documents. Where it is False, shards are read from their beginning.
     """
-    return Version(datasets.__version__) >= Version("4.8.5")
+    return Version(datasets.__version__) >= Version("5.0.1")
 
 
 def has_shuffle_buffer(examples: Examples) -> bool:

@@ -18,7 +18,7 @@ def test_examples_of_a_stream_and_their_methods():
     assert {"_formatting", "_distributed", "_token_per_repo_id", "_ex_iterable"} < set(vars(stream))
     # PackedExamples, LogicalStreams and MixedExamples define these; add one that datasets begins to call.
     base = {name for name in vars(iterable_dataset._BaseExamplesIterable) if not name.startswith("__")}
-    assert base == {
+    assert base - {"sleep_on_threads_shutdown"} == {  # which datasets has since 5.0
         "_init_state_dict",
         "features",
         "is_typed",
@@ -28,7 +28,6 @@ def test_examples_of_a_stream_and_their_methods():
         "reshard_data_sources",
         "shard_data_sources",
         "shuffle_data_sources",
-        "sleep_on_threads_shutdown",
         "split_shard_indices_by_worker",
         "state_dict",
     }
@@ -52,7 +51,8 @@ def test_files_of_shards(tmp_path):
         assert len(files) == stream.num_shards > 1
         assert all(file.endswith(suffix) and groups is None for file, groups in files)
     groups = upstream.shard_files(write_source(tmp_path, "row groups")()._ex_iterable)
-    assert [group for _, group in groups][-2:] == [(4,), (5,)]
+    if upstream.has_exact_states():  # an older datasets does not divide files
+        assert [group for _, group in groups][-2:] == [(4,), (5,)]
     assert upstream.shard_files(write_source(tmp_path, "generator")()._ex_iterable) is None
 
 
