@@ -17,7 +17,7 @@ from hf_packing.checks import NEWEST, wanted_versions
 NEEDED = {
     "accelerate:Accelerator": ("_models _dataloaders", "the proof of a model as it was prepared"),
     "accelerate.hooks:add_hook_to_module": ("_hf_hook", "a model whose weights accelerate has offloaded"),
-    "datasets:Dataset": ("_fingerprint _indices", "pack, for its cache and the order of rows"),
+    "datasets:Dataset": ("_fingerprint _indices", "the cache of pack, and the order of its rows"),
     "datasets:IterableDataset": (
         "_ex_iterable _formatting _distributed _token_per_repo_id _resolve_features _starting_state_dict",
         "packing of streams",
@@ -34,7 +34,7 @@ NEEDED = {
         "losses that are computed in chunks, and the proof of the step",
     ),
     "torch._C": ("DisableTorchFunctionSubclass", "losses that are computed in chunks"),
-    "torch._dynamo": ("mark_static maybe_mark_dynamic", "torch.compile, once for all batches"),
+    "torch._dynamo": ("mark_static maybe_mark_dynamic", "compiling a model once for all batches"),
     "torch._dynamo.eval_frame": ("skip_code _orig_mod _torchdynamo_orig_callable", "compiled models"),
     "torch.distributed:ProcessGroup": ("_get_backend _device_types", "documents on several ranks"),
     "torch.distributed.fsdp._common_utils": ("_fsdp_wrapped_module", "FSDP with activation checkpointing"),
@@ -42,11 +42,11 @@ NEEDED = {
         "_modules _parameters _buffers _compiled_call_impl _forward_hooks _forward_hooks_with_kwargs "
         "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs _backward_hooks "
         "_backward_pre_hooks",
-        "proofs, which leave models as they were",
+        "proofs that leave models as they were",
     ),
     "torch.nn.modules.module": (
         "_global_forward_hooks _global_forward_pre_hooks _global_backward_hooks _global_backward_pre_hooks",
-        "proofs, which run without hooks of users",
+        "proofs without the hooks of users",
     ),
     "torch.nn.modules.dropout": ("_DropoutNd", "proofs in training mode"),
     "torch.utils._pytree": ("tree_leaves tree_map", "losses that are computed in chunks"),
@@ -61,7 +61,7 @@ NEEDED = {
     ),
     "transformers:Trainer": (
         "_get_train_sampler _set_signature_columns_if_needed _signature_columns",
-        "attach, which keeps the columns that the trainer keeps, and refuses samplers of users",
+        "the columns and the sampler of a trainer that is attached",
     ),
 }
 """Private names of other libraries, by where they are, and what needs them."""
@@ -74,14 +74,14 @@ def broken_doors() -> Iterator[str]:
         try:
             owner = resolve_name(place)
         except (ImportError, AttributeError):
-            yield f"{library} {version(library)} no longer has {place.replace(':', '.')}, which {what} needs"
+            yield f"{library} {version(library)} no longer has {place.replace(':', '.')}, needed for {what}"
             continue
         source = ""
         with suppress(TypeError, OSError):  # what is compiled has none
             source = inspect.getsource(owner)
         for name in names.split():
             if not hasattr(owner, name) and not re.search(rf"\b{name}\b", source):  # instances have it
-                yield f"{library} {version(library)} no longer has {name} of {place}, which {what} needs"
+                yield f"{library} {version(library)} no longer has {name} of {place}, needed for {what}"
 
 
 def versions() -> str:

@@ -106,13 +106,13 @@ def test_a_name_that_is_gone_is_said_with_what_needs_it(place, monkeypatch):
     monkeypatch.setitem(NEEDED, place, (names.replace(name, f"{name}_of_old", 1), what))
     (said,) = broken_doors()
     library = place.split(":")[0].split(".")[0]
-    assert re.fullmatch(rf"{library} [\w.+]+ no longer has {name}_of_old of {place}, which {what} needs", said)
+    assert re.fullmatch(rf"{library} [\w.+]+ no longer has {name}_of_old of {place}, needed for {what}", said)
 
 
 def test_a_place_that_is_gone(monkeypatch):
     monkeypatch.setitem(NEEDED, "torch.nn:Modulus", ("_modules", "a test"))
     (said,) = broken_doors()
-    assert said == f"torch {torch.__version__} no longer has torch.nn.Modulus, which a test needs"
+    assert said == f"torch {torch.__version__} no longer has torch.nn.Modulus, needed for a test"
     assert hfp.versions().endswith(said)
 
 
