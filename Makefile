@@ -2,16 +2,17 @@
 # path in minutes, `make test-all` runs every test, `make docs` builds the site, `make survey` writes
 # docs/SUPPORTED_MODELS.md. `make test-oldest` and `make test-newest` build the wheel and run the fast tests on it in new
 # environments: with the oldest version of each package that pyproject.toml allows, and with the newest releases.
+# `make test-with PINS=tests/pins/axolotl-0.19.0.txt` does so with the versions of a file.
 
 PYTHON ?= python3
 VENV := .venv
-# The torch of test-oldest and test-newest. It is the one of constraints.txt, not the oldest or the newest, since few
-# versions have a build without CUDA on PyPI. `make test-oldest TORCH=2.9.0` takes another one.
+# The torch of test-oldest, test-newest and test-with. It is the one of constraints.txt, not the oldest or the newest,
+# since few versions have a build without CUDA on PyPI. `make test-oldest TORCH=2.9.0` takes another one.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALLED := $(VENV)/.installed
 INSTALLED_FOR_DEMO := $(VENV)/.installed-for-demo
 
-.PHONY: demo doors test test-all test-deepspeed test-oldest test-newest survey lint bench docs clean
+.PHONY: demo doors test test-all test-deepspeed test-oldest test-newest test-with survey lint bench docs clean
 
 demo: $(INSTALLED_FOR_DEMO)
 	$(VENV)/bin/python -u recipes/quickstart.py
@@ -36,19 +37,27 @@ test-deepspeed: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --no-compile --quiet --constraint constraints.txt --editable ".[deepspeed]"
 	$(VENV)/bin/python -m pytest -n 1 tests/training/test_deepspeed.py
 
+# What prints the pins of each, beside torch, and the name that the environment's folder ends in.
+test-oldest: pins = grep -oE '"[a-z0-9-]+(\[[a-z0-9,]+\])?>=[0-9.]+[",]' pyproject.toml | grep -v '"torch>=' \
+    | sed -E 's/"([a-z0-9-]+).*>=(.*)[",]/\1==\2/'
+test-newest: pins = true
+test-with: pins = cat "$(or $(PINS),$(error test-with needs a file of pins: make test-with PINS=tests/pins/NAME.txt))"
+test-oldest test-newest: name = $(@:test-%=%)
+test-with: name = $(basename $(notdir $(PINS)))
+
 # The wheel is tested, not the checkout: the tests run in a copy of it without the package.
-test-oldest test-newest: test-%:
-	rm -rf .venv-$*
-	$(PYTHON) -m venv .venv-$*
-	echo "torch==$(TORCH)" > .venv-$*/constraints.txt
-	if [ $* = oldest ]; then grep -oE '"[a-z0-9-]+(\[[a-z0-9,]+\])?>=[0-9.]+[",]' pyproject.toml | grep -v '"torch>=' \
-	    | sed -E 's/"([a-z0-9-]+).*>=(.*)[",]/\1==\2/' >> .venv-$*/constraints.txt; fi
-	.venv-$*/bin/python -m pip wheel --no-deps --wheel-dir .venv-$*/wheel .
-	.venv-$*/bin/python -m pip install --no-compile --constraint .venv-$*/constraints.txt "$$(echo .venv-$*/wheel/*.whl)[dev]"
-	mkdir .venv-$*/checkout
-	git ls-files -z ':!hf_packing' | tar --null -T - -cf - | tar -xf - -C .venv-$*/checkout
-	cd .venv-$*/checkout && ../bin/python -c "import hf_packing; print(hf_packing.__file__)" | grep site-packages
-	cd .venv-$*/checkout && ../bin/python -m pytest -m "not slow and not survey"
+test-oldest test-newest test-with:
+	rm -rf .venv-$(name) && mkdir .venv-$(name)
+	echo "torch==$(TORCH)" > .venv-$(name)/constraints.txt
+	$(pins) >> .venv-$(name)/constraints.txt
+	$(PYTHON) -m venv .venv-$(name)
+	.venv-$(name)/bin/python -m pip wheel --no-deps --wheel-dir .venv-$(name)/wheel .
+	.venv-$(name)/bin/python -m pip install --no-compile --constraint .venv-$(name)/constraints.txt \
+	    "$$(echo .venv-$(name)/wheel/*.whl)[dev]"
+	mkdir .venv-$(name)/checkout
+	git ls-files -z ':!hf_packing' | tar --null -T - -cf - | tar -xf - -C .venv-$(name)/checkout
+	cd .venv-$(name)/checkout && ../bin/python -c "import hf_packing; print(hf_packing.__file__)" | grep site-packages
+	cd .venv-$(name)/checkout && ../bin/python -m pytest -m "not slow and not survey"
 
 survey: $(INSTALLED)
 	$(VENV)/bin/python -m tools.survey
@@ -69,7 +78,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest outputs site
+	rm -rf $(VENV) .venv-* outputs site
 
 $(INSTALLED_FOR_DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
