@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from glob import escape, glob
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,26 @@ def save_model(accelerator: Accelerator, model: Any, tokenizer: PreTrainedTokeni
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(output_dir, state_dict=weights)
         tokenizer.save_pretrained(output_dir)
+
+
+def loading_of(model: Any) -> dict[str, Any]:
+    """Return how TRL's `ModelConfig` says to load a model, as `model_init_kwargs`, which also trainers before TRL 1.8
+    take, that have no argument `quantization_config`."""
+    from trl import get_quantization_config  # other recipes do without TRL
+
+    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    quantized = get_quantization_config(model)
+    return loading if quantized is None else loading | {"quantization_config": quantized}
+
+
+def refuse_lost_pieces() -> None:
+    """Raise PackingError if tokenizers loses pieces of long texts in silence, as 0.23.1 and 0.23.2 do."""
+    found = version("tokenizers")
+    if found in ("0.23.1", "0.23.2"):
+        raise hfp.PackingError(
+            f"tokenizers: expected a version that returns all pieces of a long text, got {found}, which loses most of "
+            'them; pip install "tokenizers!=0.23.1,!=0.23.2"'
+        )
 
 
 def texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:

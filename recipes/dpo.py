@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import common
-from trl import DPOConfig, DPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import DPOConfig, DPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 import hf_packing as hfp
 
@@ -36,14 +36,12 @@ def main(flags: Sequence[str] | None = None) -> DPOTrainer:
         pairs = common.read(given.data, ("chosen", "rejected")) if given.data else common.pairs()
         eval_pairs = common.read(given.eval_data, ("chosen", "rejected"), "--eval_data") if given.eval_data else None
         name = model.model_name_or_path or common.save_small(f"{args.output_dir}/small", map(str, pairs["chosen"]))
-    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
+    args.model_init_kwargs = common.loading_of(model) | (args.model_init_kwargs or {})
     trainer = DPOTrainer(
         name,
         args=args,
         train_dataset=pairs,
         eval_dataset=eval_pairs,
-        quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
     if eval_pairs is not None:

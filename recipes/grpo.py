@@ -22,7 +22,7 @@ from typing import Any
 
 import common
 import numpy as np
-from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 import hf_packing as hfp
 
@@ -41,14 +41,12 @@ def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
     with args.main_process_first():
         prompts = common.read(given.data, ("prompt",)) if given.data else common.pairs().select(range(80))
         name = model.model_name_or_path or common.save_small(f"{args.output_dir}/small", map(str, prompts["prompt"]))
-    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
+    args.model_init_kwargs = common.loading_of(model) | (args.model_init_kwargs or {})
     trainer = GRPOTrainer(
         name,
         reward_funcs=reward,
         args=args,
         train_dataset=prompts,
-        quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
     trainer.accelerator.print(hfp.attach(trainer, None))

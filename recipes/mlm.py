@@ -70,6 +70,7 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
 
 def tokenize(texts: datasets.Dataset, tokenizer: Any, max_length: int, whole_words: bool) -> datasets.Dataset:
     """Return documents of at most `max_length` tokens, with what the collator needs to know about them."""
+    common.refuse_lost_pieces()
 
     def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
         encoded = tokenizer(

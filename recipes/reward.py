@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import common
 import numpy as np
 from torch import Tensor
-from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_config
 
 import hf_packing as hfp
 
@@ -37,15 +37,13 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
     with args.main_process_first():
         train, test = common.train_and_test(given.data, given.eval_data, ("chosen", "rejected"), common.pairs)
         name = model.model_name_or_path or common.save_small(f"{args.output_dir}/small", map(str, train["chosen"]))
-    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
+    args.model_init_kwargs = common.loading_of(model) | (args.model_init_kwargs or {})
     trainer = RewardTrainer(
         name,
         args=args,
         train_dataset=train,
         eval_dataset=test,
         preprocess_logits_for_metrics=differences,
-        quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
     budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)

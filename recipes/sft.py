@@ -21,7 +21,7 @@ from accelerate import PartialState
 from common import flag
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 import hf_packing as hfp
 
@@ -87,8 +87,7 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
     batching = hfp.TokenBudget(given.max_tokens, max_length=args.max_length, overflow=overflow, **how)
     args.max_length = None  # TRL counts nothing
 
-    of_model = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
-    args.model_init_kwargs = {"dtype": model.dtype, **of_model, **(args.model_init_kwargs or {})}
+    args.model_init_kwargs = common.loading_of(model) | (args.model_init_kwargs or {})
     args.assistant_only_loss, args.completion_only_loss = False, None  # the labels say it already
     args.dataset_kwargs = {"skip_prepare_dataset": True}  # rows are ready, also those without input_ids
     trainer = SFTTrainer(
@@ -98,7 +97,6 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
         eval_dataset=held_out,
         processing_class=tokenizer,
         peft_config=get_peft_config(model),
-        quantization_config=get_quantization_config(model),
     )
     # ZeRO-3 learns from the first calls in which order modules run, and TRL's loss does not run the output layer
     prove = "model" if is_deepspeed_zero3_enabled() else "first batch"

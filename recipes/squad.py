@@ -70,6 +70,7 @@ def cut(rows: datasets.Dataset, tokenizer: Any, length: int, stride: int) -> dat
 
     A window that does not have the answer points to its first token. Tokens outside the context have the characters -1.
     """
+    common.refuse_lost_pieces()
 
     def encode(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         questions = [question.lstrip() for question in batch["question"]]  # SQuAD has some after a thousand spaces

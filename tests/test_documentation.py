@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 import hf_packing as hfp
 from hf_packing.attention.route import known_routes
 from hf_packing.training.step_counts import StepCounts
+from hf_packing.upstream.trl import hides_logits
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -102,9 +103,12 @@ def page_names(tmp_path, monkeypatch) -> dict:
         "AutoProcessor": lambda *_, **__: tokenizer(),
     }.items():
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", made)
-    for arguments in (transformers.TrainingArguments, trl.SFTConfig):
-        init = arguments.__init__
-        monkeypatch.setattr(arguments, "__init__", lambda self, *a, init=init, **k: init(self, *a, **(k | QUICK)))
+    shown = hides_logits(trl.SFTConfig("out", **QUICK)) and {"loss_type": "nll"}  # as attach asks for before TRL 1.16
+    for arguments, more in ((transformers.TrainingArguments, {}), (trl.SFTConfig, shown or {})):
+        init, also = arguments.__init__, QUICK | more
+        monkeypatch.setattr(
+            arguments, "__init__", lambda self, *a, init=init, also=also, **k: init(self, *a, **(k | also))
+        )
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     tokenized = documents(60)
     lengths = np.clip(rng.lognormal(6, 0.8, 500), 1, 4096).astype(int)

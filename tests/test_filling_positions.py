@@ -31,6 +31,9 @@ from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
 
+FLASH_BEGINS_AT_SMALLEST = prepare_fa_kwargs_from_position_ids(torch.tensor([[-1, 0]]))[0][0].tolist() == [0, 2]
+"""Older ones begin a document at position 0 alone, and find none in rows whose positions begin elsewhere."""
+
 
 def check(positions, lengths, filling=0, period=1):
     """Check the positions of a row with documents of these lengths, or copies of them, and so many tokens of padding
@@ -43,6 +46,8 @@ def check(positions, lengths, filling=0, period=1):
     expected += [len(lengths) + place // period for place in range(filling)]
     found = find_packed_sequence_indices(positions[None])
     assert ([0] * len(positions) if found is None else found[0].tolist()) == expected
+    if positions.min() and not FLASH_BEGINS_AT_SMALLEST:
+        return
     (borders, _), _ = prepare_fa_kwargs_from_position_ids(positions[None])
     assert borders.tolist() == [0, *(np.flatnonzero(np.diff(expected)) + 1).tolist(), len(positions)]
 
@@ -51,8 +56,9 @@ def check(positions, lengths, filling=0, period=1):
 def test_positions_of_padding_below_those_of_documents_are_noticed(below, above):
     check(torch.tensor([0, 1, 2, 0, 1, 0, 0]) + above, [3, 2], filling=2)
     wrong = torch.tensor([above, above + 1, above + 2, above, above + 1, below, below])
-    (borders, _), _ = prepare_fa_kwargs_from_position_ids(wrong[None])
-    assert borders.tolist() == [5, 6, 7]  # both documents are lost
+    if FLASH_BEGINS_AT_SMALLEST:
+        (borders, _), _ = prepare_fa_kwargs_from_position_ids(wrong[None])
+        assert borders.tolist() == [5, 6, 7]  # both documents are lost
     with pytest.raises(AssertionError):
         check(wrong, [3, 2], filling=2)
 

@@ -22,6 +22,7 @@ from processes import RECIPES, run_script
 from recipe_inputs import SMALLER, prompts, questions, save_tiny_model, weights, write
 from safetensors.torch import load_file
 from tiers import fast_only
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -40,6 +41,35 @@ CPU = ("--use_cpu", "True", "--bf16", "False", "--report_to", "none", "--disable
 def smaller_models(monkeypatch):
     """Models from scratch, whose proofs take most of the time."""
     monkeypatch.setattr(common, "SIZES", SMALLER)
+
+
+refuse_lost_pieces = common.refuse_lost_pieces
+
+
+@pytest.fixture(autouse=True)
+def skipped_where_pieces_are_lost(monkeypatch):
+    """Skip tests of recipes that refuse the installed tokenizers."""
+
+    def skip():
+        try:
+            refuse_lost_pieces()
+        except hfp.PackingError as error:
+            pytest.skip(str(error))
+
+    monkeypatch.setattr(common, "refuse_lost_pieces", skip)
+
+
+def test_tokenizers_that_loses_pieces_is_refused(monkeypatch):
+    """Of a text of 10 tokens, in pieces of 4, tokenizers 0.23.1 and 0.23.2 return the first piece alone."""
+    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(10)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(4)
+    pieces = tokenizer.encode(" ".join(map(str, range(10)))).overflowing
+    if [piece.ids for piece in pieces] == [[4, 5, 6, 7], [8, 9]]:
+        refuse_lost_pieces()
+        monkeypatch.setattr(common, "version", {"tokenizers": "0.23.1"}.get)
+    with pytest.raises(hfp.PackingError, match=r"tokenizers: expected a version .*, got 0\.23\.[12], which loses most"):
+        refuse_lost_pieces()
 
 
 def words(number, seed=0):

