@@ -79,7 +79,13 @@ def of_trl(rows, tokenizer, **settings):
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none"}
     args = SFTConfig("unused", max_length=None, shuffle_dataset=False, **quiet, **settings)
     model, data = build("Llama", vocab_size=len(tokenizer)), datasets.Dataset.from_list(rows)
-    return SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train_dataset
+    trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
+    if "labels" in trainer.train_dataset.column_names:
+        return trainer.train_dataset
+    batches = [trainer.data_collator([row]) for row in trainer.train_dataset]  # the collator makes labels in older TRL
+    return datasets.Dataset.from_list(
+        [{name: batch[name][0].tolist() for name in ("input_ids", "labels")} for batch in batches]
+    )
 
 
 def ours(rows, template=CHATML, **settings):
@@ -328,6 +334,8 @@ def calling(arguments):
 @pytest.mark.parametrize("arguments", [{"a": 1, "b": {"c": [None, "x"]}}, {}, {"b": None, "a": "y"}])
 def test_arguments_of_tools_that_are_json_are_written_once(name, arguments):
     """As transformers' documentation says: templates expect a mapping."""
+    if name not in FROM_TRL:
+        pytest.skip("an older TRL does not have the template")
     tokenizer = tokenizer_with(FROM_TRL[name])
     batch = {"messages": [calling(json.dumps(arguments))], "tools": [TOOLS]}
     found = hfp.tokenize(batch, tokenizer, train_on="all")["input_ids"][0]
@@ -364,6 +372,7 @@ def test_nulls_of_the_data_stay_and_those_of_arrow_go(tmp_path):
     typed = datasets.Dataset.from_list([{"messages": chat, "tools": tools} for chat in chats], features=features)
     assert hfp.tokenize(typed, written, train_on="all")["input_ids"][:] == batch["input_ids"]
     mixed = [{"messages": calling({"a": 1})}, {"messages": calling({"b": "x"})}]
+    mixed = json.loads(json.dumps(mixed, sort_keys=True))  # as pyarrow 21 sorts the fields
     rows = datasets.Dataset.from_list(mixed)
     assert rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["b"] is None
     found = hfp.tokenize(rows, tokenizer_with(MARKED))
@@ -691,7 +700,6 @@ REFUSED_TEMPLATES = {"deepseek_r1_distill", "deepseekv3", "llava_next"}
 
 assert len(FROM_TRL) > 30  # of TRL 1.4; later ones have twice as many
 assert all(name in FROM_TRL for name in REFUSED_TEMPLATES if f"{name}_training" in FROM_TRL)
-assert "llava_next" not in FROM_TRL or all(f"{name}_training" in FROM_TRL for name in REFUSED_TEMPLATES)
 
 
 @pytest.mark.filterwarnings("ignore:branches")
@@ -706,7 +714,7 @@ def test_templates_of_published_models(name):
         with pytest.raises(hfp.PackingError, match="^batch, row 0: message 1: expected "):
             hfp.branches(messages, tokenizer)
         return
-    if "nothink" in name:
+    if "nothink" in name or "2b_and_below" in name:  # as TRL 1.4 calls it
         messages = PLAIN
     documents = hfp.branches(messages, tokenizer)
     check(tokenizer, documents, messages, (1, 3))
