@@ -76,13 +76,12 @@ class StepRunner:
     def undisturbed(self, training: bool) -> Iterator[None]:
         """Context manager: within the block, models run without dropout, and nothing of it is left after the block."""
         modules = [module for runner in self.runners for module in runner.called.modules()]
+        for module in modules:
+            if isinstance(module, FSDPModule):  # leaves weights gathered after a forward alone, which get no gradients
+                module.reshard()
         self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
         with ExitStack() as stack:
-            for module in modules:
-                if isinstance(module, FSDPModule):  # leaves weights gathered after a forward alone, without gradients
-                    module.reshard()
-                    stack.callback(module.reshard)
             stack.enter_context(restored_random_state(self.runners[0].device))
             # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them
             takes_gradients = training and not hasattr(self.model, "backward")

@@ -18,6 +18,7 @@ from transformers import Trainer
 from hf_packing.attention import (
     StepRunner,
     check_patched,
+    has_local_weights,
     in_mode,
     inner_model,
     input_device,
@@ -186,8 +187,13 @@ class PackedCase(StepCase):
         return [other if number == document else each for number, each in enumerate(of)]
 
     def whole(self) -> list[Document] | None:
-        if not self.has_own_loss or self.makes_trees or self.runner.ranks_per_row > 1:
-            return None
+        if (
+            not self.has_own_loss
+            or self.makes_trees
+            or self.runner.ranks_per_row > 1
+            or not has_local_weights(self.inner)
+        ):
+            return None  # FSDP2 leaves weights gathered after a forward alone, which get no gradients
         ends = accumulate(map(_length, self.documents))
         own = [each for each, end in zip(self.documents, ends, strict=True) if end <= (self.most_tokens or 0)]
         return own[: self.collator.max_segments and self.collator.max_segments - 1]
@@ -517,7 +523,7 @@ def _compare_with_own_collator(stock: Any, documents: Mapping[int, Document], fi
         batch: Batch = {}
         with suppress(Exception):  # a collator may raise anything
             batch = collate_rows(loader.collate_fn, rows_by_number(loader.dataset, [number]))
-        if LABELS not in batch:
+        if batch.get(LABELS) is None:
             continue
         is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0
         for name, begin in ((INPUT_IDS, 0), (LABELS, first)):
