@@ -113,7 +113,7 @@ class StepCase(ABC):
         return None
 
     def whole(self) -> Any:
-        """Return the documents of a whole batch, in a list; None if their order cannot matter."""
+        """Return the documents of a whole batch, in a list; None if their order is not tried."""
         return None
 
 
@@ -163,13 +163,14 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
 
 
 def _effect_of_order(case: StepCase) -> str:
-    """Return how the packed loss of a whole batch depends on the order of its documents; an empty text if not."""
+    """Return how the packed loss of a whole batch depends on the order of its documents; an empty text if not. All
+    ranks make the same calls."""
     whole = case.whole()
     if on_any_rank(whole is None):
         return ""
     with torch.no_grad():
         loss, turned = (_on_all_ranks(case, case.packed(each), unpatched=False) for each in (whole, whole[::-1]))
-        if not compare(turned, loss, case.runner.dtype).loss_differs:
+        if not on_any_rank(compare(turned, loss, case.runner.dtype).loss_differs):
             return ""
         noisy = case.runner.run(case.packed(whole), noisy=True)
     if not compare(turned, loss, case.runner.dtype, noisy).loss_differs:

@@ -196,7 +196,7 @@ class PackedCase(StepCase):
             return None  # FSDP2 leaves weights gathered after a forward alone, which get no gradients
         ends = accumulate(map(_length, self.documents))
         own = [each for each, end in zip(self.documents, ends, strict=True) if end <= (self.most_tokens or 0)]
-        return own[: self.collator.max_segments and self.collator.max_segments - 1]
+        return own[: self.collator.max_segments and self.collator.max_segments - 1] or None
 
     def batch_of(self, of: list[Document]) -> Batch:
         """Return the packed batch of some documents."""

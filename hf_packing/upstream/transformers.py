@@ -39,13 +39,13 @@ def takes_configuration(auto_class: Any, config: PreTrainedConfig) -> bool:
     return type(config) in auto_class._model_mapping
 
 
-def columns_taken(trainer: Trainer) -> list[str]:
+def columns_taken(trainer: Trainer) -> Any:
     """Return the columns that a trainer keeps, as `remove_unused_columns` decides. Without it, all are kept."""
     asked = copy.copy(trainer)  # which keeps the columns
     asked._set_signature_columns_if_needed()
-    return asked._signature_columns or []
+    return asked._signature_columns
 
 
 def worker_context(args: TrainingArguments) -> Any:
-    """Return how workers of loaders are started; None before transformers 5.11, which had no such argument."""
+    """Return how workers of loaders are started; None if transformers has no such argument, as 5.10."""
     return getattr(args, "dataloader_multiprocessing_context", None)

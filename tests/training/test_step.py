@@ -4,6 +4,7 @@ Each relative is a trainer that somebody may have. What it trains is known, so t
 """
 
 import copy
+import os
 import re
 from contextvars import ContextVar
 
@@ -23,6 +24,7 @@ from changing_layers import (
     Subclass,
 )
 from patched_models import patched
+from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build
 from torch import nn
@@ -34,9 +36,11 @@ from trl import SFTTrainer
 from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
-from hf_packing.attention import function, route
+from hf_packing.attention import function, in_mode, route
 from hf_packing.sampling import rows
 from hf_packing.training import step_counts
+from hf_packing.training.step import prove_step
+from hf_packing.training.step_cases import documents_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -870,3 +874,25 @@ def test_collators_that_make_other_labels_are_refused(tmp_path):
                 trainer.train()
         else:
             trainer.train()
+
+
+def train_by_places(folder, _):
+    """Only the second rank has documents that reach the place."""
+    rank = int(os.environ["RANK"])
+    trainer = with_long_documents(folder / str(rank), up_to_a_place)
+    lengths = [4] * 24 if rank == 0 else [4, 5, 6, 4, 60, 61, 62]
+    hfp.attach(trainer, hfp.TokenBudget(256, seed=1))
+    case = trainer.step_case(trainer.model, None)
+    rows = [{"input_ids": torch.arange(MARK + 1, MARK + 1 + length)} for length in lengths]
+    case.documents = documents_of(hfp.PackingCollator()(rows))
+    with in_mode(trainer.model, training=True):
+        report = prove_step(case)
+    (folder / f"{rank}.txt").write_text(report.problem)
+
+
+@pytest.mark.slow
+def test_ranks_make_the_same_calls_where_one_has_a_loss_by_places(tmp_path):
+    on_ranks(train_by_places, tmp_path, None, ranks=2)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert first == ""
+    assert "with the documents in the opposite order" in second
