@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from attention import mask_of
 from gpu_part import DEVICE, CannotRunError, Results, Scale, Side, compare
 from gpu_training import lengths_for
-from internals import KERNELS, Call, Layout, TreeSegments, attend_exactly
+from internals import KERNELS, Call, Layout, TreeLayout, TreeSegments, attend_exactly
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -64,8 +64,8 @@ class Row:
     """
 
     def __init__(self, scale: Scale, segments: Sequence[int] | Any) -> None:
-        self.layout = Layout.of(segments, DEVICE)
         self.is_tree = isinstance(segments, TreeSegments)
+        self.layout = (TreeLayout if self.is_tree else Layout).of(segments, DEVICE)
         self.scale, self.scaling = scale, scale.head_dim**-0.5
         generator = torch.Generator().manual_seed(0)
         heads = (scale.heads, scale.kv_heads, scale.kv_heads)

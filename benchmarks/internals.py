@@ -52,6 +52,7 @@ HOME_OF = {
     "KERNELS": "attention.kernels",
     "Call": "attention.kernels",
     "kernel_of": "attention.kernels",
+    "TreeLayout": "attention.kinds.trees",
     "TreeSegments": "trees.segments",
     "row_mask": "attention.flex",
     "prove_on_batch": "attention",

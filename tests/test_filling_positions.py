@@ -22,9 +22,9 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
-from hf_packing.attention.by_segment import into_rows
+from hf_packing.attention.kinds.padded import PaddedRows, RowsLayout
+from hf_packing.attention.kinds.trees import sharing_prefixes
 from hf_packing.attention.layout import Layout, calls_of
-from hf_packing.attention.padded import PaddedRows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.sampling.rows import SampledRows
@@ -181,7 +181,10 @@ def test_documents_in_rows_of_their_own():
         axes.found_in(row.position_ids)
         axes.row_length = None
         calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in calls_of(row, "ragged")]
-        for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row))])):
+        for way, of_rows in (
+            ("calls", calls),
+            ("readers", [(lengths, RowsLayout.of(lengths).into_rows(row.position_ids))]),
+        ):
             for documents, positions in of_rows:
                 for length, of_row in zip(documents, positions, strict=True):
                     filled[way] += len(of_row) - length
@@ -212,7 +215,7 @@ def test_trees():
         inputs = {name: batch[name] for name in ("input_ids", "segment_lengths", "parents")}
         check_trees(way, positions_at_attention(model, **inputs), row["segment_lengths"], row["parents"])
         ids = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, documents)), batch_first=True, padding_value=-1)
-        layout = PaddedRows((ids >= 0).numpy(), ids.device).sharing_prefixes({"input_ids": ids}, 1).layout
+        layout = sharing_prefixes(PaddedRows((ids >= 0).numpy(), ids.device), {"input_ids": ids}, 1).layout
         check_trees("padded batches", layout.position_ids[0], layout.trees.lengths, layout.trees.parents)
 
     check_batch()

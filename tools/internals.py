@@ -7,10 +7,10 @@ The list of kernels' signatures is checked against the call that the package mak
 
 from hf_packing.attention.cases import RowCase
 from hf_packing.attention.kernels import Call, VarlenKernel
+from hf_packing.attention.kinds.split import ON_RANKS, block_of
 from hf_packing.attention.route import route_of
 from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.small_copy import SIZES, THRESHOLDS, VOCABULARY, randomize
-from hf_packing.attention.split_row import block_of
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import comparable, spread
 from hf_packing.batch.segments import part_of
@@ -21,6 +21,7 @@ from hf_packing.training.step import StepReport
 
 __all__ = [
     "OLDEST",
+    "ON_RANKS",
     "SIZES",
     "THRESHOLDS",
     "VOCABULARY",

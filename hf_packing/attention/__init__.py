@@ -53,11 +53,13 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
-from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
-from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_error
-from hf_packing.attention.layout import borders_required, labels_of_trees
+from hf_packing.attention.kinds import prove_on_batch
+from hf_packing.attention.kinds.packed import borders_required
+from hf_packing.attention.kinds.padded import prove_unpadding, unpadding_of
+from hf_packing.attention.kinds.split import ON_RANKS, block_of, proves_rows_on
+from hf_packing.attention.kinds.trees import labels_of_trees, share_prefixes
 from hf_packing.attention.model import (
     ALIGNED,
     compiles_forward,
@@ -83,11 +85,11 @@ from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored_random_state, temporarily
-from hf_packing.attention.split_row import block_of
 from hf_packing.attention.steps import Step, StepDifference, StepRunner, compare
 
 __all__ = [
     "ALIGNED",
+    "ON_RANKS",
     "IsolationReport",
     "NoLanguageModelError",
     "Proof",
@@ -115,6 +117,7 @@ __all__ = [
     "predicts_tokens",
     "prove_on_batch",
     "prove_unpadding",
+    "proves_rows_on",
     "random_documents",
     "refuse_copied_labels",
     "restored_random_state",
@@ -125,6 +128,7 @@ __all__ = [
     "small_copy_of",
     "takes_argument",
     "temporarily",
+    "unpadding_of",
     "unpatch_model",
     "unpatched_on_error",
 ]

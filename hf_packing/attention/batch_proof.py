@@ -4,13 +4,12 @@ If the proof fails, other runs find the module in which the difference begins.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
@@ -18,18 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
-from hf_packing.attention.layout import read_layout, roots
-from hf_packing.attention.model import embedding_of, without_ddp
+from hf_packing.attention.layout import Layout
+from hf_packing.attention.model import Inputs, embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.snapshot import temporarily
-from hf_packing.attention.split_row import SplitLayout
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
-from hf_packing.batch.segments import part_in
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, MAX_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
-from hf_packing.planning.rank_layout import RowPart
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
@@ -56,6 +52,7 @@ class BatchCase(Case):
         model: a model as a training loop calls it: wrapped by DDP, FSDP, PEFT, DeepSpeed, torch.compile, or not.
         batch: a packed batch, or one of trees, with input_ids [rows, tokens] and borders.
         training: whether the model runs in training mode, with gradients but without dropout.
+        read_layout: reads the layout of the batch from the arguments of a model, given whether borders are required.
     """
 
     profile = BATCH
@@ -63,7 +60,13 @@ class BatchCase(Case):
     leaks = "replacing documents changed the outputs of other documents"
     is_embedded_at_once = True
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any], training: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        training: bool,
+        read_layout: Callable[[Inputs, bool], Layout],
+    ) -> None:
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
@@ -72,17 +75,13 @@ class BatchCase(Case):
         # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
         taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
         self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
-        part = part_in(batch)
-        layout = SplitLayout.of_part(part, runner.device) if part else read_layout(self.inputs, training=True)
-        trees = layout.trees
-        if layout.fillers:  # filled tokens are of no document
-            trees = roots(layout.lengths[: -layout.fillers])
+        trees = read_layout(self.inputs, True).documents
         ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
         self.places = torch.arange(trees.tokens, device=runner.device)
         self.multiple = getattr(batch.get(MAX_LENGTHS[0]), "multiple", 1)
         tokens = self.inputs["input_ids"].flatten()[self.places]
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
-        self.replacements = [_segments_to_replace(trees)]
+        self.replacements = [segments_to_replace(trees)]
         replaced = self.replacements[0]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
         self.graded = [[*kept_trees.values()] or [0]]
@@ -98,24 +97,6 @@ class BatchCase(Case):
             yield
 
 
-class PartCase(BatchCase):
-    """The part of a row on several ranks that this rank holds. Every piece of a document is a segment.
-
-    All ranks of the row make the same calls: one on the row as it is, and one with about half of the documents
-    replaced. No document runs alone: the proof of the step compares whole documents with those of one rank.
-    """
-
-    leaks = "replacing documents changed the outputs of other documents on several ranks"
-    makes_same_calls = True
-
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
-        super().__init__(model, batch, training)
-        row = roots(part.layout.lengths.tolist())
-        self.lengths, self.num_tokens = row.lengths, row.tokens
-        self.replacements = [np.flatnonzero(np.isin(part.pieces.document, _segments_to_replace(row))).tolist()]
-        self.wants_gradients, self.sample = False, []
-
-
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
     """Return other tokens of a batch, which the model takes."""
     known, index = torch.unique(tokens, return_inverse=True)
@@ -129,7 +110,7 @@ _FEW = 4
 """Of fewer documents than this number, every second one is replaced."""
 
 
-def _segments_to_replace(trees: TreeSegments) -> list[int]:
+def segments_to_replace(trees: TreeSegments) -> list[int]:
     """Return about half of the segments that have nothing below them.
 
     Among many, they are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ... For every
@@ -188,20 +169,8 @@ def _sampled_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     return F.linear(hidden, module.weight[::step], None if module.bias is None else module.bias[::step])
 
 
-@torch.inference_mode(False)  # gradients are compared
-def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = True) -> Proof:
-    """Prove isolation on a training batch, and return what was proven. See `BatchCase` for the calls of the model.
-
-    All ranks that shard a model have to call this function at the same time; all of them make the same calls.
-
-    Args:
-        model: a model as a training loop calls it, patched or not, with or without wrappers.
-        batch: a packed batch, one of trees, or a part of a row on several ranks, as a loader makes it. Labels are
-            ignored.
-        training: whether to run the model in training mode.
-    """
-    part = part_in(batch)
-    case = PartCase(model, batch, part, training) if part else BatchCase(model, batch, training)
+def prove_batch(case: BatchCase) -> Proof:
+    """Prove isolation on a training batch. If the proof fails, find the module in which the difference begins."""
     proof = prove(case)
     if case.on_any_rank(bool(proof.problem)):
         place = locate_leak(case)

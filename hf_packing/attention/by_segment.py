@@ -1,13 +1,9 @@
 """Run a module separately on every segment (usually a document) of a packed row.
 
 The module's inputs are cut into segments, the module is called on every segment, and the outputs are joined.
-
-A pooler, which turns all tokens of a document into one output, reads a place in a row, such as the first token. In the
-packed row that a padded batch becomes, documents have no rows of their own, so the last module of the backbone that
-returns a value for every token makes these rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +12,9 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, within
+from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, running, within
 from hf_packing.attention.model import GATHERED, Arguments, failing_on, is_fsdp
-from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored, temporarily
-from hf_packing.attention.split_row import SplitLayout, exchange_of, gather_inputs
 from hf_packing.attention.token_axes import (
     Fill,
     Path,
@@ -29,7 +23,6 @@ from hf_packing.attention.token_axes import (
     join_outputs,
     leaves,
     map_tensors,
-    tensors_in,
 )
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS
 from hf_packing.errors import PackingError
@@ -162,14 +155,14 @@ class SegmentedForward(ReplacedForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
     def _run_by_segment(self, args: Any, kwargs: Arguments) -> Any:
         row, plan, inputs = current_layout.get(), self.plan, (args, kwargs)
-        if row is None and current_rows.get() is None:
+        if row is None and not running.get():
             raise PackingError(
                 f"{plan.kind} ({plan.name}) was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
         if row is None or not plan.inputs.found_in(inputs):  # outside of the backbone of a padded batch
             return self.forward(*args, **kwargs)
-        if len(row.lengths) == row.rows and not row.has_prefixes:  # the rows have no borders within
+        if not row.has_borders:
             return self.run_restored(args, kwargs)
         if plan.outputs.row_length is not None:
             plan.outputs.found_in(self.forward(*args, **kwargs))
@@ -180,12 +173,8 @@ class SegmentedForward(ReplacedForward):
     def run_paths(self, inputs: Given, row: Layout, sharing: Sharing) -> Any:
         """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.
         If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
-        the output that it has on the first path. Of a row on several ranks, the module gets the whole documents
-        of which this rank has pieces, since some modules, such as rotary scales, depend on their lengths."""
-        given, own = self.with_ahead(inputs), row.first_places if row.has_branches else None
-        if isinstance(row, SplitLayout):
-            exchange = exchange_of(row, False, None, None)
-            given, own, row = gather_inputs(given, self.plan.inputs, exchange), exchange.own, exchange.documents
+        the output that it has on the first path."""
+        given, row, own = row.gather_documents(self.with_ahead(inputs), self.plan.inputs)
 
         def finish(path: Path, leaf: Tensor) -> Any:
             if own is not None:
@@ -286,50 +275,3 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
                     f"Let FSDP wrap {plan.kind} itself, or a module that contains it; with DeepSpeed, call "
                     f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
                 )
-
-
-class RowsInBackbone(ReplacedForward):
-    """A replacement for the forward of the last module of a backbone that returns a value for every token. What follows
-    in the backbone gets every document in a row of its own."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output, layout = self.forward(*args, **kwargs), current_layout.get()
-        if self.installed and layout is not None and layout.is_unpadded:
-            return into_rows(output, layout)
-        return output
-
-
-def into_rows(value: Any, layout: Layout) -> Any:
-    """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
-    each segment in a row of its own, padded on the right with zeros."""
-    rows = PaddedRows.of(layout)
-
-    def cut(_: Path, leaf: Tensor) -> Tensor:
-        return rows.spread(leaf[0]) if leaf.shape[:2] == (1, layout.tokens) else leaf
-
-    return map_tensors(value, cut)
-
-
-def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: Layout) -> str | None:
-    """Return the name of the last inner module of a backbone that returns a value for every token, if the backbone
-    itself then computes something from all tokens of a packed row; otherwise, return None.
-
-    Args:
-        model: a patched model.
-        backbone: the backbone of the model.
-        forward: function that runs the backbone on a packed row, and returns its output.
-        row: the layout of this row.
-    """
-    last: list[nn.Module] = []
-
-    def record(module: nn.Module, _: Any, output: Any) -> None:
-        if any(each.ndim == 3 and each.shape[:2] == (1, row.tokens) for each in tensors_in(output)):
-            last[:] = [module]
-
-    with ExitStack() as hooks:
-        for module in backbone.children():
-            for each in module if isinstance(module, nn.ModuleList) else [module]:  # a list is not called itself
-                hooks.enter_context(each.register_forward_hook(record))
-        output = tensors_in(forward())
-    pools = any(each.ndim > 1 and row.tokens not in each.shape and len(each) != len(row.lengths) for each in output)
-    return next((name for name, module in model.named_modules() if pools and module in last), None)

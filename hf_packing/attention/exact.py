@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_layers, runs_of
+from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_layers
 from hf_packing.attention.token_axes import cat
 from hf_packing.batch.segments import lengths_between
 from hf_packing.errors import PackingError
@@ -26,8 +26,8 @@ class TracedRow(NamedTuple):
     cu_seq_lens: Tensor
     max_length: int
     """Number of tokens in the longest segment, or more."""
-    has_branches: bool = False
-    has_prefixes: bool = False
+    sees_others: bool = False
+    unit: str = "segment"
 
 
 def attend_exactly(
@@ -113,7 +113,7 @@ def _plan(
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Plan:
-    runs, places = runs_of(layout, is_causal, window, chunk, _LONGEST_MASKED)
+    runs, places = layout.runs(is_causal, window, chunk, _LONGEST_MASKED)
     calls = defaultdict(list)
     for number, run in enumerate(runs):
         calls[run].append(number)

@@ -12,16 +12,13 @@ from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hf_packing.attention.exact import TracedRow
-from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
-from hf_packing.planning.lengths import BoolArray, IntArray
-from hf_packing.trees.segments import TreeSegments
+from hf_packing.attention.layout import Layout, once_for_all_layers
 from hf_packing.upstream.torch import mark_static
 
 BLOCK = 128
@@ -37,9 +34,6 @@ kernel has limits of its own, and would have to be compiled in addition."""
 LEAST_PLACES = 16384
 """The number of places in a mask's tensors with an entry for each token, or else the next power of 2. The compiled mask
 contains this number, so it must not differ from row to row."""
-
-_NEVER = 2**31 - 1
-"""An end that no token reaches. The places after the row's tokens have it, so that each attends at least to itself."""
 
 
 def attend_with_flex(
@@ -61,7 +55,7 @@ def attend_with_flex(
     On CUDA, FlexAttention is compiled at the first call, and again for the first row of another size. On a CPU, it is
     not compiled, which is slow and serves tests.
     """
-    make_mask = _mask_of if isinstance(row, TracedRow) else _kept_mask_of
+    make_mask = _kept_mask_of if isinstance(row, Layout) else _mask_of
     value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim, _LEAST_HEAD_DIM)
     head_dim = 1 << (head_dim - 1).bit_length()
@@ -89,15 +83,13 @@ def attend_with_flex(
 
 
 def _mask_of(
-    row: Any, tokens: int, device: torch.device, is_causal: bool, window: int | None, chunk: int | None
+    row: Layout | TracedRow, tokens: int, device: torch.device, is_causal: bool, window: int | None, chunk: int | None
 ) -> BlockMask:
-    """Return the mask of a Layout or TracedRow."""
-    if row.has_branches:
-        return tree_mask(row.trees, window, chunk, device)
-    return row_mask(row.cu_seq_lens.to(device, torch.int32), tokens, is_causal, window, chunk)
+    own: BlockMask | None = row.block_mask(device, window, chunk) if isinstance(row, Layout) else None
+    return own or row_mask(row.cu_seq_lens.to(device, torch.int32), tokens, is_causal, window, chunk)
 
 
-_kept_mask_of = once_for_all_layers(_mask_of)
+_kept_mask_of: Callable[..., BlockMask] = once_for_all_layers(_mask_of)
 
 
 def pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
@@ -151,7 +143,7 @@ def row_mask(
         cu_seq_lens: cumulative segment lengths, int32 [segments + 1].
         tokens: number of tokens in the row. All other arguments are explained in `attend_exactly`.
     """
-    place = torch.arange(_places(tokens), dtype=torch.int32, device=cu_seq_lens.device).clamp(max=tokens - 1)
+    place = torch.arange(places_of_masks(tokens), dtype=torch.int32, device=cu_seq_lens.device).clamp(max=tokens - 1)
     segment = torch.searchsorted(cu_seq_lens, place, right=True) - 1
     first, last = cu_seq_lens[segment], cu_seq_lens[segment + 1] - 1
     if chunk is not None:
@@ -168,46 +160,15 @@ def row_mask(
         mark_static(first)
         mark_static(last_key)
     blocks = *_blocks_between(first, last_key, tokens), *_blocks_between(first_query, last, tokens)
-    return _mask(attends, tokens, blocks)
+    return make_block_mask(attends, tokens, blocks)
 
 
-def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device: torch.device) -> BlockMask:
-    """Make the BlockMask of a row of trees.
-
-    Segments are in depth-first order, so everything below a segment directly follows it. A token therefore attends to
-    an earlier one if it stands before the end of what is below that token's segment.
-
-    Args:
-        trees: the segments of the row.
-        window, chunk: arguments of `attend_exactly`.
-        device: where the mask is needed.
-    """
-    tokens, depths = trees.tokens, trees.position_ids
-    window, chunk = window or tokens, chunk or tokens
-    first = np.maximum(depths - window + 1, depths // chunk * chunk)
-    ends = np.repeat(trees.begins[list(trees.ends_below)], trees.lengths)
-    after = 0, _places(tokens) - tokens
-    depth, least, end = (
-        on_device(np.pad(each, after, constant_values=fill).astype(np.int32), device)
-        for each, fill in ((depths, 0), (first, 0), (ends, _NEVER))
-    )
-
-    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        return (key <= query) & (query < end[key]) & (depth[key] >= least[query])
-
-    for each in (depth, least, end):
-        mark_static(each)
-    partial, full = _visible_blocks(depths, first, ends)
-    blocks = [each for seen in (partial, full, partial.T, full.T) for each in _listed(seen)]
-    return _mask(attends, tokens, [on_device(each, device) for each in blocks])
-
-
-def _places(tokens: int) -> int:
+def places_of_masks(tokens: int) -> int:
     """Return the number of places in the tensors that a mask reads."""
     return max(LEAST_PLACES, 1 << (tokens - 1).bit_length())
 
 
-def _mask(attends: Callable[..., Tensor], tokens: int, blocks: Iterable[Tensor]) -> BlockMask:
+def make_block_mask(attends: Callable[..., Tensor], tokens: int, blocks: Iterable[Tensor]) -> BlockMask:
     """Return the BlockMask of a row.
 
     Args:
@@ -243,34 +204,3 @@ def _blocks_between(first: Tensor, last: Tensor, tokens: int) -> Iterable[Tensor
     indices = (begin[:, None] + number + skipped).clamp(max=blocks - 1)
     full_indices = (begin_full[:, None] + number).clamp(max=blocks - 1)
     return end - begin - full, indices, full, full_indices
-
-
-def _visible_blocks(depths: IntArray, first: IntArray, ends: IntArray) -> tuple[BoolArray, BoolArray]:
-    """Return for each block of queries which blocks of keys are visible in part, and which are visible in full.
-
-    With windows or chunks, the mask may hide all tokens of a block that is visible in part, which costs a little time.
-
-    Args:
-        depths: int [tokens], the position of each token in its documents.
-        first: int [tokens], the first position that each token attends to.
-        ends: int [tokens], the token after everything below each token's segment.
-
-    Returns:
-        bool [blocks of queries, blocks of keys], twice.
-    """
-    begin = np.arange(0, len(depths), BLOCK)
-    (shallowest, lowest, first_end), (deepest, highest, last_end) = (
-        [limit.reduceat(each, begin) for each in (depths, first, ends)] for limit in (np.minimum, np.maximum)
-    )
-    query, end = begin[:, None], begin[:, None] + BLOCK
-    seen = (begin <= query) & (last_end > query) & (deepest >= lowest[:, None])
-    full = (begin < query) & (end <= len(depths))  # blocks that the row's end cuts are never full
-    full &= (first_end >= end) & (shallowest >= highest[:, None])
-    return seen & ~full, full
-
-
-def _listed(blocks: BoolArray) -> tuple[IntArray, IntArray]:
-    """Return the number of True entries in each row, int32 [blocks], and their indices, followed by those of the other
-    entries, int32 [blocks, blocks]."""
-    order = np.argsort(~blocks, axis=1, kind="stable")
-    return blocks.sum(1, dtype=np.int32), order.astype(np.int32, order="C")  # as the compiled kernel reads it

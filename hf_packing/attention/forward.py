@@ -1,18 +1,18 @@
 """Run the forward of a patched model, and install and remove the patch.
 
-A patched forward classifies its inputs. Packed rows and rows of trees run with the layout of their segments. Padded
-batches run as usual but for the backbone, which gets the tokens without padding, as one packed row. Calls with a cache
-run as without the patch. A batch of PackingCollator waits for the device not once, after the first one.
+A patched forward asks the kinds of batches in turn whose batch its inputs are, and lets the kind run it. Calls with a
+cache run as without the patch. A batch of PackingCollator waits for the device not once, after the first one.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field, replace
+from contextvars import copy_context
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from threading import RLock
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,49 +20,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
-from hf_packing.attention.by_segment import (
-    ReplacedForward,
-    RowsInBackbone,
-    SegmentedForward,
-    refuse_uneven_gathers,
-    switched_off,
-)
+from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers, switched_off
 from hf_packing.attention.function import register
-from hf_packing.attention.layout import (
-    CACHES,
-    Layout,
-    check_has_first_labels,
-    current_layout,
-    has_trees,
-    layout_of_collator,
-    needs_borders,
-    read_layout,
-    refuse_earlier_tokens,
-    tokens_of,
-    within,
-    without_first_labels,
-)
+from hf_packing.attention.kinds import KINDS
+from hf_packing.attention.kinds.kind import ROW, Batch, current_batch, itself_uncompiled, tokens_of
+from hf_packing.attention.kinds.packed import needs_borders, without_first_labels
+from hf_packing.attention.kinds.padded import may_be_packed
+from hf_packing.attention.layout import CACHES, Layout, current_layout, running, within
 from hf_packing.attention.model import (
     Arguments,
     Inputs,
     Signature,
-    has_local_weights,
+    backbones_of,
     has_vocabulary,
     inner_model,
     sees_media,
     tower_configurations,
-)
-from hf_packing.attention.padded import (
-    PaddedRows,
-    Unpadding,
-    current_rows,
-    inputs_of_backbone,
-    may_be_packed,
-    media_of,
-    packed_rows,
-    read_padded_rows,
-    run_by_length,
-    with_pad_tokens,
 )
 from hf_packing.attention.route import (
     BORDER_ARGUMENTS,
@@ -82,18 +55,12 @@ from hf_packing.attention.snapshot import (
     temporarily,
     use_attention,
 )
-from hf_packing.attention.split_row import SplitLayout
 from hf_packing.batch.collate import refuse_missing_first_labels
 from hf_packing.batch.loader import check_loader
-from hf_packing.batch.segments import part_in
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PADDING_SEGMENT, PARENTS, SEQ_IDX, SEQ_LENGTHS
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
+from hf_packing.errors import PackingError
 from hf_packing.upstream.torch import inside_fsdp, parts_of, trace_only_inside
 from hf_packing.upstream.transformers import CHECKPOINTING, attention_name
-
-running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
-"""The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
-models, but only the outermost forward reads the inputs."""
 
 _lock = RLock()
 """Lock that a thread holds while a patched model runs, since other calls switch the patch off for a while."""
@@ -208,12 +175,6 @@ class KeepLayout:
         return self.checkpoint(run_as_now, *args, **kwargs)
 
 
-_Method = Callable[..., Any]
-
-_itself_uncompiled: Callable[[_Method], _Method] = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
-"""Decorator: torch.compile compiles what a function calls, but not the function."""
-
-
 class PatchedForward(ReplacedForward):
     """A replacement for the forward of a patched model. A call reads where the segments are from the arguments, keeps
     this in `current_layout` while the forward runs, and runs the model's own forward with the route's inputs.
@@ -237,18 +198,12 @@ class PatchedForward(ReplacedForward):
     def model(self) -> PreTrainedModel:
         return self.patch.model
 
-    @property
-    def is_backbone(self) -> bool:
-        """True if the module gets the tokens of padded batches without padding."""
-        unpadding = self.patch.facts.unpadding
-        return unpadding is not None and self.module is self.model.get_submodule(unpadding.backbone)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # accelerate makes a method of this object
             args = args[1:]
         if torch.compiler.is_compiling() and (self.patch.is_running or not self.installed):
             # an inner model, so that the patched model becomes a single graph
-            return self.forward(*args, **self._hiding_the_mask(kwargs))
+            return self.forward(*args, **self.hiding_the_mask(kwargs))
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if self.installed and (is_traced or torch.compiler.is_exporting()):
             raise PackingError(
@@ -257,99 +212,48 @@ class PatchedForward(ReplacedForward):
             )
         return self.run(args, kwargs)
 
-    @_itself_uncompiled
+    @itself_uncompiled
     def run(self, args: Any, kwargs: Arguments) -> Any:
         """Run the forward on any inputs. What this method calls is compiled, so it calls no more than it must."""
         if id(self.model) in running.get() and self.installed:  # within the forward of the patched model
-            rows = current_rows.get()
-            if rows is None or not self.is_backbone:
-                return self.forward(*args, **self._hiding_the_mask(kwargs))
-            return self._run_backbone(self.signature.by_name(args, kwargs), rows)
+            return current_batch.get().run_inner(self, args, kwargs)
         with _lock:
             if not self.installed:
                 return self.forward(*args, **kwargs)
-            inputs, layout, rows = self._classify(args, kwargs)
+            inputs, batch = self._read(args, kwargs)
             try:
-                if layout is None:
-                    with self.patch.suspended():
-                        return self.forward(**inputs)
-                if rows is None:
-                    return self.run_packed(inputs, layout)
-                if layout.is_unpadded:
-                    return self._run_padded(inputs, rows)
-                return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
+                if batch is not None:
+                    return batch.run(self, inputs)
+                with self.patch.suspended():
+                    return self.forward(**inputs)
             finally:
                 self.patch.note_modules()
 
-    @_itself_uncompiled
-    def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
-        """Run the forward on a packed row or a row of trees, and return the output."""
-        mask = self._mask_for_routers(inputs, layout)
-        given = self._prepare(inputs, layout) | mask
-        with self._running(layout, None, hides_mask=bool(mask)):
-            # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
-            forward = torch.compiler.disable(self.forward) if layout.has_prefixes else self.forward  # type: ignore[no-untyped-call]
-            output = forward(**given)
-        if layout.fillers and not mask and getattr(output, "aux_loss", None) is not None:
-            raise PackingError(
-                f"aux_loss: expected none with batches that are filled up, since {type(self.model).__name__} would "
-                "also compute the loss of its routers for the filled tokens; pass output_router_logits=False, or "
-                "batches without tokens and align_tokens"
-            )
-        is_inner = self.module is not self.model
-        if layout.fillers and is_inner and getattr(output, "router_logits", None) is not None:
-            # called alone, as by the head of SFTTrainer, which computes the loss of routers itself
-            is_real = inputs[SEQ_IDX][0] != PADDING_SEGMENT
-            output.router_logits = tuple(each[is_real.to(each.device)] for each in output.router_logits)
-        return output
+    @itself_uncompiled
+    def run_row(self, inputs: Arguments, layout: Layout, for_routers: Inputs = MappingProxyType({})) -> Any:
+        """Run the forward on a single row, and return the output.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _mask_for_routers(self, inputs: Inputs, layout: Layout) -> Arguments:
-        """Return the attention_mask with which a model leaves filled tokens out of the loss of its routers, if it has
-        one in transformers' way. Its layers do not get the mask."""
-        filled = inputs.get(SEQ_IDX) if layout.fillers and self.module is self.model else None
-        code = inspect.unwrap(type(self.model).forward).__code__
-        if filled is None or "load_balancing_loss_func" not in code.co_names:
-            return {}
-        return {"attention_mask": (filled != PADDING_SEGMENT).long().to(tokens_of(inputs).device)}
+        Args:
+            inputs: the arguments.
+            layout: the segments of the row.
+            for_routers: the attention_mask of the routers, if they get one; the layers do not get it.
+        """
+        given = {**self._prepare(inputs, layout), **for_routers}
+        with self.running(layout, ROW, hides_mask=bool(for_routers)):
+            # keys along paths have too many lengths to compile each, and compiled code does not know the other ranks
+            forward = torch.compiler.disable(self.forward) if layout.sees_others else self.forward  # type: ignore[no-untyped-call]
+            return forward(**given)
 
-    def _hiding_the_mask(self, inputs: Arguments) -> Arguments:
+    def hiding_the_mask(self, inputs: Arguments) -> Arguments:
         """Return what the patched model passes to an inner model, without the mask that is for routers."""
         if not self.patch.hides_mask or inputs.get("attention_mask") is None:
             return inputs
         ones = self.patch.route.method.mask_of_ones
         return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"]) if ones else None}
 
-    @_itself_uncompiled
-    def _run_padded(self, inputs: Arguments, rows: PaddedRows) -> Any:
-        """Run the forward on a padded batch, in which the backbone runs without padding."""
-        unpadding = self.patch.facts.unpadding
-        assert unpadding is not None
-        if unpadding.to not in (None, rows.side) and rows.has_padding:
-            moved = rows.with_padding_on(unpadding.to)
-            return moved.move(self._run_padded(rows.move(inputs, moved), moved), rows)
-        if self.is_backbone:
-            return self._run_backbone(inputs, rows)
-        with self._running(None, rows), use_attention(self.patch.attention_before):
-            inputs = with_pad_tokens(self.model, inputs, rows)
-            return self.forward(**self.signature.without_unknown(inputs, READ_ARGUMENTS))
-
-    @_itself_uncompiled
-    def _run_backbone(self, inputs: Arguments, rows: PaddedRows) -> Any:
-        """Run the backbone on the tokens of a padded batch, and return its output for the padded batch."""
-        inputs, facts = inputs_of_backbone(self.module, inputs, rows), self.patch.facts
-        assert facts.unpadding is not None
-        if facts.unpadding.by_length:
-            with self.patch.suspended(), within(current_rows, None):
-                return run_by_length(self.forward, self.signature.without_unknown(inputs, READ_ARGUMENTS), rows)
-        if facts.fewest_shared is not None:
-            rows = rows.sharing_prefixes(inputs, facts.fewest_shared)
-        with use_attention(self.patch.attention_during):
-            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.layout))
-
     @contextmanager
-    def _running(self, layout: Layout | None, rows: PaddedRows | None, hides_mask: bool = False) -> Iterator[None]:
-        """Context manager: within the block, the model's forward is running on a layout or on padded rows, and
+    def running(self, layout: Layout | None, batch: Batch, hides_mask: bool = False) -> Iterator[None]:
+        """Context manager: within the block, the model's forward is running on a layout, as a part of a batch, and
         transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
         by the current layout, so a mask need not do this."""
         with (
@@ -357,113 +261,34 @@ class PatchedForward(ReplacedForward):
             temporarily(masking_utils, find_packed_sequence_indices=_find_unknown_borders),
             within(running, (*running.get(), id(self.model))),
             within(current_layout, layout),
-            within(current_rows, rows),
+            within(current_batch, batch),
         ):
             yield
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _classify(self, args: Any, kwargs: Arguments) -> tuple[Arguments, Layout | None, PaddedRows | None]:
-        """Check the patch and the arguments of a call, and read where its tokens are.
+    def _read(self, args: Any, kwargs: Arguments) -> tuple[Arguments, Batch | None]:
+        """Check the patch and the arguments of a call, and read its batch.
 
         Returns:
-            The arguments by name; the layout of the documents, or None for a call that runs as without the patch; and
-            the places of the tokens in a padded batch or in several packed rows, or None for a single packed row.
+            The arguments by name, and the batch; None for a call that runs as without the patch.
         """
         inputs, patch = self.signature.by_name(args, kwargs), self.patch
         training = self.module.training
         if training:
             patch.keep_layouts()
         if needs_cache(inputs, training):
-            return inputs, None, None
+            return inputs, None
         self._check_patch(inputs)
-        takes_packed_rows = patch.facts.takes_packed_rows or self.module is not self.model
-        are_documents = not takes_packed_rows or (patch.sees_media and bool(media_of(inputs)))
-        rows = read_padded_rows(inputs, are_documents)
-        if rows is None:
-            layout = self._read_layout(inputs)
-        elif not are_documents and not rows.has_padding and patch.facts.unpadding is None:
-            layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
-        else:
-            layout = rows.layout
-        is_tagger = patch.facts.sees_labels and not has_vocabulary(self.model)
-        check_loader(len(layout.lengths), is_tagger)
-        if is_tagger:
-            check_has_first_labels(inputs)
-        may_begin = not training and not needs_borders.get() and (rows is None or not rows.has_padding)
-        if may_begin and begins_text(self.model, inputs, layout):
-            return self.signature.without_unknown(inputs, READ_ARGUMENTS), None, None
-        if rows is None:
-            rows = packed_rows(inputs)
-        elif layout.is_unpadded:
-            self._check_rows(rows, inputs)
+        batch = next(filter(None, (kind.read(self, inputs) for kind in KINDS)))
+        check_loader(len(batch.layout.lengths), patch.facts.sees_labels and not has_vocabulary(self.model))
+        may_begin = not training and not needs_borders.get() and not batch.has_padding
+        if may_begin and begins_text(self.model, inputs, batch.layout):
+            return self.signature.without_unknown(inputs, READ_ARGUMENTS), None
+        batch.check(self, inputs)
         if training and patch.facts.sees_labels and not patch.knows_labels:
-            given = inputs.get("input_ids"), inputs.get("labels")
-            ids, labels = given if rows is None else rows.lay_end_to_end(given)
-            refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
-        return inputs, layout, rows
-
-    def _read_layout(self, inputs: Arguments) -> Layout:
-        """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
-        refuse_earlier_tokens(inputs)
-        facts, tokens = self.patch.facts, tokens_of(inputs)
-        if part := part_in(inputs):
-            if facts.ranks_per_row != part.layout.num_ranks:
-                raise PackingError(
-                    f"max_ranks_per_document: expected 1, since it is not proven that {type(self.model).__name__} runs "
-                    f"rows on {part.layout.num_ranks} ranks; pass the model to prepare_dataloader, or use attach"
-                )
-            return SplitLayout.of_part(part, tokens.device)
-        known = None if has_trees(inputs) else layout_of_collator(inputs)
-        if known is not None and self.patch.trusts_collator:
-            return known
-        layout = read_layout(inputs, self.module.training)
-        if layout.has_branches and not facts.takes_trees:
-            raise PackingError(
-                f"{PARENTS}: expected packed rows, since it is not proven that {type(self.model).__name__} runs rows "
-                "of trees; call patch_model(model, trees=True) before training"
-            )
-        if known is not None:
-            self.patch.trusts_collator = (known.lengths, known.fillers) == (layout.lengths, layout.fillers)
-        return layout
-
-    def _check_rows(self, rows: PaddedRows, inputs: Inputs) -> None:
-        """Raise an error if it is not proven that the model takes a padded batch, or these arguments beside one.
-
-        Raises:
-            ModelNotSupportedError: the weights of a model whose backbone runs by length are sharded.
-            PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding,
-                or numbers that may be places in a row whose padding is moved.
-        """
-        name, facts = type(self.model).__name__, self.patch.facts
-        unpadding = facts.unpadding
-        if unpadding is None:
-            raise PackingError(
-                f"attention_mask: expected packed rows, since it is not proven that {name} runs padded batches; call "
-                "patch_model(model, padded=True) before training, or unpatch_model"
-            )
-        if inputs.get("input_ids") is None and not facts.takes_packed_rows and rows.has_padding:
-            raise PackingError(
-                f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, "
-                "got inputs_embeds"
-            )
-        moves = unpadding.to not in (None, rows.side)
-        for argument, value in inputs.items():
-            if argument.startswith("decoder_") and value is not None:
-                raise PackingError(
-                    f"{argument}: expected a padded batch of one text for each row, but {name} takes two texts, an "
-                    "encoder's and a decoder's; call unpatch_model"
-                )
-            is_number = isinstance(value, Tensor) and value.ndim and not value.is_floating_point()
-            if moves and is_number and argument != "labels" and value.shape[-1:] != rows.shape[1:]:
-                raise PackingError(
-                    f"{argument}: expected padding on the {unpadding.to} beside numbers that may be places in a row, "
-                    f"since {name} gets the padding of all batches there"
-                )
-        if unpadding.by_length and not has_local_weights(self.model):
-            raise ModelNotSupportedError(
-                f"{name}: expected all weights on every process, but they are sharded; the backbone of this model runs "
-                "once for each length of document, so processes would wait for each other forever"
-            )
+            ids, labels = batch.lay_end_to_end((inputs.get("input_ids"), inputs.get("labels")))
+            refuse_copied_labels(self.model, ids, labels, batch.layout.cu_seq_lens)
+        return inputs, batch
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, inputs: Arguments, layout: Layout) -> Arguments:
@@ -479,8 +304,7 @@ class PatchedForward(ReplacedForward):
         inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             inputs = self.patch.signature.without_unknown(inputs, (*BORDER_ARGUMENTS, "position_ids"))
-        # a batch of fixed shapes has a constant max_length or empty segments at the end
-        if layout.bound <= layout.longest and len(layout.lengths) == len(layout.cu_seq_lens) - 1:
+        if not layout.has_fixed_shapes:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
         return inputs
 
@@ -610,22 +434,12 @@ def install(model: PreTrainedModel, route: Route) -> None:
             patch.replace(PatchedForward(module, patch))
         if model.can_generate():
             patch.replace(StockGenerate(model))
-        install_unpadding(model, route.facts.unpadding)
+        for kind in KINDS:
+            kind.install(model)
     except BaseException:
         remove(model)
         restore_attention(before)
         raise
-
-
-def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> None:
-    """Set the way in which a patched model runs padded batches, instead of the way that was set before."""
-    patch: Patch = getattr(model, PATCH)
-    patch.facts.unpadding = unpadding
-    for forward in [each for each in patch.replaced if isinstance(each, RowsInBackbone)]:
-        patch.replaced.remove(forward)
-        forward.remove()
-    if unpadding and unpadding.rows_after is not None:
-        patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after)))
 
 
 def remove(model: PreTrainedModel) -> Route:
@@ -654,13 +468,6 @@ def unpatched_on_error(model: nn.Module, always: bool = False) -> Iterator[None]
     finally:
         if is_patched(inner) and not (was_patched or is_kept):
             remove(inner)
-
-
-def backbones_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the inner models that PEFT or other libraries may call directly, the innermost first."""
-    decoder = model.get_decoder()
-    is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
-    return [*([decoder] if is_model else []), model.base_model]
 
 
 class StockGenerate(ReplacedForward):

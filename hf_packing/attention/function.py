@@ -16,7 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import choose
 from hf_packing.attention.layout import CACHES, Layout, current_layout
-from hf_packing.attention.split_row import SplitLayout, exchange_of
 from hf_packing.errors import PackingError
 
 NAME = "hf_packing_varlen"
@@ -122,11 +121,6 @@ def packed_varlen(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     local = attention_mask if isinstance(attention_mask, LocalMask) else LocalMask(sliding_window)
-    if row.has_branches and not is_causal:
-        raise PackingError(
-            f"model: expected causal attention on a row of trees, but {where} attends to later tokens, so a "
-            "shared prefix would depend on the documents that continue it"
-        )
     q, k, v = _one_row(query, key, value)
     options: dict[str, Any] = {
         "window": local.window,
@@ -135,12 +129,10 @@ def packed_varlen(
         "sinks": s_aux,
         "dropout": dropout,
     }
-    asked = options
-    if isinstance(row, SplitLayout):
-        exchange = exchange_of(row, is_causal, local.window, local.chunk)
-        k, v = torch.split(exchange(torch.cat([k, v], dim=3), axis=2), [k.shape[3], v.shape[3]], dim=3)
-        asked = options | {"row on several ranks": True, "window on both sides": not is_causal and local.window}
-    kernel = choose(module, q, v, row, asked)
+    asked: dict[str, Any] = {}
+    if isinstance(row, Layout):
+        k, v, asked = row.gather_keys(k, v, where, is_causal, local.window, local.chunk)
+    kernel = choose(module, q, v, row, options | asked)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     exactly: Any = attend_exactly_compiled if isinstance(row, TracedRow) else attend_exactly
     attended = (exactly if kernel is None else kernel.attend)(q, k, v, row, **options)
@@ -169,7 +161,7 @@ def _current_row(where: str, tokens: int) -> Layout:
 def _uncompiled_row(where: str, tokens: int) -> TracedRow:
     """Return the row that the patched model currently processes, in uncompiled code."""
     layout = _current_row(where, tokens)
-    if layout.has_prefixes:
+    if layout.sees_others:
         raise PackingError(
             f"{where}: expected rows of trees, and rows on several ranks, in uncompiled code, but torch.compile has "
             "compiled this module by itself; compile the whole model, which runs them uncompiled"

@@ -25,7 +25,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 
 from hf_packing.attention.exact import TracedRow, gather_tokens
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
-from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, runs_of, within
+from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, within
 from hf_packing.attention.model import Arguments
 
 DEVICES = {"cuda"}
@@ -69,12 +69,12 @@ class Call(NamedTuple):
     head_dim: int
     """The head dimension of queries and keys or that of values, whichever is larger."""
     asked: tuple[str, ...] = ()
-    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks", "dropout", "row on several
-    ranks", and "window on both sides" of such a row."""
+    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks", "dropout", "gathered keys", which
+    come from elsewhere, and "window on both sides" of queries with such keys."""
     hub: str | None = None
     """The name of the layer's kernel from the hub, or None."""
-    in_trees: bool = False
-    """Whether documents in the row share prefixes."""
+    unit: str = "segment"
+    """What exact attention computes one by one in the row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class VarlenKernel:
             return f"takes no {call.dtype}"
         if call.head_dim > _MAX_HEAD_DIM:
             return f"takes head dimensions up to {_MAX_HEAD_DIM}"
-        taken = {*self.arguments, "row on several ranks"}
+        taken = {*self.arguments, "gathered keys"}
         missing = [meaning for meaning in ("scale", *call.asked) if meaning not in taken]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
@@ -142,7 +142,7 @@ class VarlenKernel:
             "dropout": dropout or None,
             "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         }
-        if not row.has_prefixes:
+        if not row.sees_others:
             return self._call(query, key, value, row, row, options)
         places, queries, keys = keys_along_paths(row, is_causal, window, query.device)
 
@@ -186,10 +186,9 @@ class VarlenKernel:
 def keys_along_paths(
     row: Layout, is_causal: bool, window: int | None, device: torch.device
 ) -> tuple[Tensor, Layout, Layout]:
-    """Return the keys of the runs of a row of trees, or of a row on several ranks: for each key, the index of its token
-    in the row, or among the tokens that the rank sees, int64 [keys]; the layout of the runs' queries; and that of their
-    keys."""
-    runs, places = runs_of(row, is_causal, window, None)
+    """Return the keys of the runs of a row whose segments see others: where each is among the keys that attention gets,
+    int64 [keys]; the layout of the runs' queries; and that of their keys."""
+    runs, places = row.runs(is_causal, window, None)
     assert places is not None
     queries, keys = (Layout.of([*lengths], device) for lengths in zip(*(run[:2] for run in runs), strict=True))
     return on_device(places, device), queries, keys
@@ -204,7 +203,7 @@ class FlexKernel:
         """Return why FlexAttention does not take a call; an empty string if it does."""
         if call.dtype not in HALF_PRECISION:  # in float32, it rounds to TF32, or is slow
             return f"takes no {call.dtype}"
-        missing = [name for name in ("dropout", "row on several ranks") if name in call.asked]
+        missing = [name for name in ("dropout", "gathered keys") if name in call.asked]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
     attend = staticmethod(attend_with_flex)
@@ -257,8 +256,8 @@ def _kernels_for(hub: str | None) -> list[Kernel]:
     return KERNELS if hub is None else [hub_kernel(hub), *KERNELS]
 
 
-EXACT = {False: "exact attention, segment by segment", True: "exact attention, path by path"}
-"""What `kernel_of` returns for attention that runs without a kernel: in packed rows, and in rows of trees."""
+EXACT = "exact attention"
+"""What `kernel_of` returns for attention that runs without a kernel, followed by "segment by segment" or the like."""
 
 _latest: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The kernel on which the latest call of each attention layer ran. Compiled layers do not enter theirs here."""
@@ -306,10 +305,10 @@ def choose(
     kernel, hub = None, getattr(layer, HUB_KERNEL, None)
     if query.device.type in DEVICES and (is_traced or not _is_off.get()):
         asked = [name for name, value in options.items() if isinstance(value, Tensor) or value]
-        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub, row.has_branches)
+        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub, row.unit)
         kernel = next((kernel for kernel in _kernels_for(hub) if kernel.name == name), None)
     if not is_traced:
-        _latest[layer] = EXACT[row.has_branches] if kernel is None else kernel.name
+        _latest[layer] = f"{EXACT}, {row.unit} by {row.unit}" if kernel is None else kernel.name
     return kernel
 
 
@@ -321,12 +320,11 @@ def _choose(*fields: Any) -> str | None:
         refusals = {kernel.name: _struck.get(kernel.name) or kernel.refusal(call) for kernel in _kernels_for(call.hub)}
         _chosen[call] = next((name for name, reason in refusals.items() if not reason), None)
         if _chosen[call] is None and not _struck and call.dtype != torch.float64:  # which only checks use
-            where, unit = (" in rows of trees", "path") if call.in_trees else ("", "segment")
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
             _warn(
-                f"attention{where} runs {unit} by {unit}, which is exact, but slow ({reasons}). Kernels need bfloat16 "
-                "or float16, as with bf16=True or fp16=True, and no attention dropout; for packed rows with it, run "
-                "`pip install flash-attn --no-build-isolation`"
+                f"attention runs {call.unit} by {call.unit}, which is exact, but slow ({reasons}). Kernels need "
+                "bfloat16 or float16, as with bf16=True or fp16=True, and no attention dropout; for packed rows with "
+                "it, run `pip install flash-attn --no-build-isolation`"
             )
     return _chosen[call]
 
@@ -349,7 +347,7 @@ def fallbacks(model: nn.Module) -> Iterator[Callable[[str], bool]]:
     before = _struck
 
     def fall_back(reason: str) -> bool:
-        failed = _ran_on(model) - {*EXACT.values(), *_struck}
+        failed = {each for each in _ran_on(model) if not each.startswith(EXACT)} - {*_struck}
         _strike(_struck | dict.fromkeys(failed, reason.strip().partition("\n")[0]) if failed else before)
         return bool(failed)
 

@@ -1,39 +1,29 @@
-"""Where the segments of a batch are, which of them share prefixes, and how this is read from a model's inputs.
+"""Where the segments of a batch are, which keys their tokens see, and how modules run on them.
 
-A packed row is a forest of roots: each segment is a document of its own, or a part of one. In a row of trees, segments
-have parents, and a document is a path from a root down to a segment. Modules that are not segment-local run on whole
-paths; in a packed row, each path is one segment. A batch costs one read of its borders, which waits for the device.
+A packed row is a forest of roots: each segment is a document of its own, or a part of one. In other kinds of batches,
+segments may have parents, and a document is a path from a root down to a segment. Modules that are not segment-local
+run on whole paths; in a packed row, each path is one segment. Attention and modules only ask the layout, whose class is
+that of the kind of batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_packing.attention.model import Arguments, Inputs
-from hf_packing.attention.token_axes import Place, length_of
-from hf_packing.batch.segments import LongestSegment, fillers_in, lengths_between, positions_of, read_borders
-from hf_packing.checks import expect
-from hf_packing.columns import (
-    CU_SEQ_LENS,
-    IGNORED_LABEL,
-    MAX_LENGTHS,
-    PARENTS,
-    SEGMENT_LENGTHS,
-    SEQ_IDX,
-)
-from hf_packing.errors import PackingError
+from hf_packing.attention.model import Arguments
+from hf_packing.attention.token_axes import Place, TokenAxes, length_of
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
-from hf_packing.trees.segments import Places, TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 CACHES = ("cache", "past_key_values", "cache_params", "mems", "state", "past_buckets_states")
 """Names of the arguments in which models of transformers take caches. Models have them under these names in their
@@ -46,32 +36,30 @@ Sharing = Literal["ragged", "equal", "none"]
 length, padded on the right. "equal": a call may contain only segments of equal length. "none": a call contains only one
 segment."""
 
-MOST_TOKENS_OF_CALL = 4096
-"""Paths that share prefixes share a call of a module up to this number of tokens. Together they may have many times the
-tokens of the row, and large tensors are slow: with all paths in one call, Mamba ran at a third of its speed."""
-
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The places of the segments of one or more rows, and which of them share prefixes, without the tokens.
+    """The places of the segments of one or more packed rows, without the tokens.
+
+    A kind of batch whose segments see other keys than their own, or are run in another way, has a subclass.
 
     Args:
         cu_seq_lens: int32 [segments + 1], cumulative segment lengths, starting at 0. Several rows are counted as one
             long row. In a batch of fixed shapes, the last border is repeated, which makes empty segments at the end.
-        trees: the lengths and parents of the segments that are not empty.
+        trees: the lengths and parents of the segments that are not empty. In packed rows, no segment has a parent.
         rows: number of rows. All rows have the same number of tokens.
-        bound: the max_length that comes with the batch. Batches of fixed shapes have the same one, which may be larger
-            than the longest segment.
-        fillers: number of these segments that only fill up the batch, at its end.
-        is_unpadded: whether the segments are the rows of a padded batch.
     """
 
     cu_seq_lens: Tensor
     trees: TreeSegments
     rows: int = 1
-    bound: int = 0
-    fillers: int = 0
-    is_unpadded: bool = False
+
+    sees_others: ClassVar[bool] = False
+    """Whether a segment may have keys that are not its own. Then no borders between segments describe its attention."""
+    unit: ClassVar[str] = "segment"
+    """What is computed one by one where a module or attention takes no whole row."""
+    most_tokens_of_call: ClassVar[float] = inf
+    """The most tokens of one call of a module on several segments or paths."""
 
     @classmethod
     def of(
@@ -86,20 +74,20 @@ class Layout:
         """The number of tokens in each segment that is not empty."""
         return self.trees.lengths
 
+    @property
+    def documents(self) -> TreeSegments:
+        """The segments that have tokens of documents."""
+        return self.trees
+
     @cached_property
     def tokens(self) -> int:
         """The number of tokens in each row."""
         return sum(self.lengths) // self.rows
 
-    @cached_property
-    def has_branches(self) -> bool:
-        """True if a segment has a parent, so that documents share a prefix."""
-        return self.trees.has_branches
-
     @property
-    def has_prefixes(self) -> bool:
-        """True if a segment may have keys that are not its own."""
-        return self.has_branches
+    def has_borders(self) -> bool:
+        """True if a row has more than one segment, or other keys than its own."""
+        return self.sees_others or len(self.lengths) > self.rows
 
     @cached_property
     def path_lengths(self) -> list[int]:
@@ -114,8 +102,13 @@ class Layout:
 
     @property
     def max_length(self) -> int:
-        """The value of max_length_q/k for the model: the length of the longest segment, or a constant above it."""
-        return max(self.longest, self.bound)
+        """The value of max_length_q/k for the model."""
+        return self.longest
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """True for a batch that has as many tokens and borders as all others."""
+        return len(self.lengths) < len(self.cu_seq_lens) - 1
 
     @cached_property
     def slices(self) -> list[tuple[int, int]]:
@@ -125,9 +118,7 @@ class Layout:
     @cached_property
     def position_ids(self) -> Tensor:
         """The position of each token in its document, int64 [rows, tokens]. Positions start at 0 in every root."""
-        if not self.fillers:
-            return self._of_tokens(self.trees.position_ids.astype(np.int64))
-        return self._of_tokens(positions_of(self.lengths, self.fillers))
+        return self._of_tokens(self.trees.position_ids.astype(np.int64))
 
     @cached_property
     def seq_idx(self) -> Tensor:
@@ -138,29 +129,15 @@ class Layout:
         """Return a value for each token as a tensor [rows, tokens]."""
         return on_device(values.reshape(self.rows, -1), self.cu_seq_lens.device)
 
-    @cached_property
+    @property
     def places(self) -> Sequence[Place]:
-        """The places of the tokens of each path: first and last + 1, or, of several segments, int64 [tokens]."""
-        if not self.has_branches:
-            return self.slices
-        return torch.split(on_device(self.tokens_of_paths, self.cu_seq_lens.device), self.path_lengths)
-
-    @cached_property
-    def tokens_of_paths(self) -> Places:
-        """The index of each token of all paths, laid end to end, int64 [tokens of paths]."""
-        return np.concatenate([*map(self.trees.path_of, self.trees.leaves)])
+        """Where the tokens of each path are."""
+        return self.slices
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
         """The results that `once_for_all_layers` keeps."""
         return {}
-
-    @cached_property
-    def first_places(self) -> Tensor:
-        """The index of each token among the tokens of all paths, laid end to end, on the first path that has it, int64
-        [tokens]."""
-        _, first = np.unique(self.tokens_of_paths, return_index=True)
-        return on_device(first, self.cu_seq_lens.device)
 
     @property
     def pieces_of_paths(self) -> IntArray:
@@ -176,7 +153,66 @@ class Layout:
 
     def find_keys(self, places: IntArray, *_: Any) -> IntArray:
         """Return where some tokens of all paths, laid end to end, are among the keys that attention gets."""
-        return self.tokens_of_paths[places]
+        return places
+
+    def runs(
+        self, is_causal: bool, window: int | None, chunk: int | None, longest: int | None = None
+    ) -> tuple[list["Run"], IntArray | None]:
+        """Return the runs of the row, given arguments of `attend_exactly`. Those that need a mask have at most
+        `longest` tokens.
+
+        Returns:
+            The runs, and where the keys of one run after the other are among those that attention gets, int64 [keys];
+            None if they are these keys.
+        """
+        runs, begins = [], []
+        for start, end, size, before in self.pieces_of_paths.tolist():
+            step, near = chunk or size, window or size
+            for first, last in pairwise([start, *range((start // step + 1) * step, end, step), end]):
+                low = first // step * step
+                limits = low, min(low + step, size), near, is_causal
+                _, whole = _run_between(first, last, *limits)
+                most = longest if longest is not None and whole.needs_mask(is_causal, window) else whole.length
+                for place in range(first, last, most):
+                    begin, run = _run_between(place, min(place + most, last), *limits)
+                    runs.append(run)
+                    begins.append(before + begin)
+        keys = [run.keys for run in runs]
+        if not self.sees_others and sum(keys) == sum(self.lengths):
+            return runs, None
+        return runs, self.find_keys(indices_in_ranges(np.array(begins), np.array(keys)), is_causal, window, chunk)
+
+    def gather_keys(self, key: Tensor, value: Tensor, where: str, *how: Any) -> tuple[Tensor, Tensor, Arguments]:  # noqa: ARG002
+        """Return the keys and values that attention gets, given those of the row's own tokens, and what the row asks of
+        a kernel besides the arguments of attention.
+
+        Args:
+            key, value: [1, heads, tokens, dim].
+            where: the class of the attention layer, for error messages.
+            how: is_causal, window and chunk, as in `attend_exactly`.
+        """
+        return key, value, {}
+
+    def block_mask(self, *_: Any) -> Any:
+        """Return the mask for FlexAttention, given a device, window and chunk; None if it follows from the borders."""
+        return None
+
+    def gather_documents(self, given: Any, axes: TokenAxes) -> tuple[Any, "Layout", Tensor | None]:  # noqa: ARG002
+        """Return what a module gets that has to run on whole documents.
+
+        Args:
+            given: nested arguments of the module, for the row.
+            axes: the token axes of the arguments.
+
+        Returns:
+            The arguments for all tokens of the documents; the layout of the documents; and where the row's own tokens
+            are among the tokens of all paths, laid end to end, int64 [tokens], or None if they are these tokens.
+        """
+        return given, self, None
+
+    def into_rows(self, output: Any) -> Any:
+        """Return nested outputs of the backbone as modules get them that make one output of all tokens of a row."""
+        return output
 
 
 def once_for_all_layers(make: Callable[..., T]) -> Callable[..., T]:
@@ -216,35 +252,6 @@ class Run(NamedTuple):
         return is_far or (is_causal and self.before > 0)
 
 
-def runs_of(
-    layout: Layout, is_causal: bool, window: int | None, chunk: int | None, longest: int | None = None
-) -> tuple[list[Run], IntArray | None]:
-    """Return the runs of a row, given arguments of `attend_exactly`. Those that need a mask have at most `longest`
-    tokens.
-
-    Returns:
-        The runs, and where the keys of one run after the other are among those that attention gets, int64 [keys]; None
-        if they are these keys.
-    """
-    runs, begins = [], []
-    for start, end, size, before in layout.pieces_of_paths.tolist():
-        step, near = chunk or size, window or size
-        for first, last in pairwise([start, *range((start // step + 1) * step, end, step), end]):
-            low = first // step * step
-            limits = low, min(low + step, size), near, is_causal
-            _, whole = _run_between(first, last, *limits)
-            most = longest if longest is not None and whole.needs_mask(is_causal, window) else whole.length
-            for place in range(first, last, most):
-                begin, run = _run_between(place, min(place + most, last), *limits)
-                runs.append(run)
-                begins.append(before + begin)
-    keys = [run.keys for run in runs]
-    if not layout.has_prefixes and sum(keys) == sum(layout.lengths):
-        return runs, None
-    places = indices_in_ranges(np.array(begins), np.array(keys))
-    return runs, layout.find_keys(places, is_causal, window, chunk)
-
-
 def _run_between(first: int, last: int, low: int, high: int, near: int, is_causal: bool) -> tuple[int, Run]:
     """Return the run of some tokens of a path, and its first key. No key is before `low` or from `high` on."""
     begin = max(first - near + 1, low)
@@ -274,9 +281,8 @@ class SharedCall(NamedTuple):
 @once_for_all_layers
 def calls_of(layout: Layout, sharing: Sharing) -> list[SharedCall]:
     """Return module calls that together run each path of a layout once."""
-    most = MOST_TOKENS_OF_CALL if layout.has_branches else inf
-    device = layout.cu_seq_lens.device
-    return [SharedCall.of(each, layout.places, device) for each in group_lengths(layout.path_lengths, sharing, most)]
+    device, groups = layout.cu_seq_lens.device, group_lengths(layout.path_lengths, sharing, layout.most_tokens_of_call)
+    return [SharedCall.of(each, layout.places, device) for each in groups]
 
 
 MAX_PADDING = 4
@@ -314,152 +320,9 @@ def within(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
+running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
+"""The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
+models, but only the outermost forward reads the inputs."""
+
 current_layout: ContextVar[Layout | None] = ContextVar("current_layout", default=None)
 """The layout that a patched model's forward is processing; None if no such forward is running."""
-
-needs_borders: ContextVar[bool] = ContextVar("needs_borders", default=False)
-"""Whether rows without borders are refused in evaluation mode, too."""
-
-_takes_labels: ContextVar[bool] = ContextVar("_takes_labels", default=False)
-"""Whether models take labels of trees."""
-
-
-def borders_required() -> AbstractContextManager[None]:
-    """Return a context manager: within the block, which runs models on packed rows, rows without borders are refused in
-    every mode. A teacher in evaluation mode may get only some columns of a batch."""
-    return within(needs_borders, True)
-
-
-def labels_of_trees() -> AbstractContextManager[None]:
-    """Return a context manager: within the block, models take labels of trees, since the caller replaces their
-    cross-entropy."""
-    return within(_takes_labels, True)
-
-
-def has_trees(inputs: Inputs) -> bool:
-    """Return whether the arguments of a model's forward are a row of trees."""
-    return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
-
-
-def refuse_earlier_tokens(inputs: Inputs) -> None:
-    """Raise PackingError if all documents of a row would attend to the tokens of a cache or to states of an encoder."""
-    for name in ("encoder_hidden_states", "use_cache", *CACHES):
-        if (value := inputs.get(name)) is not None and value is not False:
-            raise PackingError(
-                f"{name}: expected no cache and no states of an encoder on a patched model, got "
-                f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use model.generate, "
-                "or rows of one document, without cu_seq_lens_q, seq_idx and seq_lengths, and in evaluation mode"
-            )
-
-
-def tokens_of(inputs: Inputs) -> Tensor:
-    """Return input_ids, or a value of inputs_embeds for each token."""
-    ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
-    if isinstance(ids, Tensor):
-        return ids
-    if isinstance(embeddings, Tensor):
-        return embeddings[..., 0]
-    raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
-
-
-def read_layout(inputs: Inputs, training: bool = False) -> Layout:
-    """Read the segments of packed rows, or of a row of trees, from a model's inputs, which waits for the device.
-    Several rows are counted as one long row.
-
-    The borders of packed rows are read from cu_seq_lens_q, position_ids, seq_idx or seq_lengths, and those of trees
-    from segment_lengths and parents.
-
-    Args:
-        inputs: keyword arguments of a model's forward, with input_ids or inputs_embeds, and without padding.
-        training: whether the model is in training mode. In training mode, and within `borders_required`, borders are
-            required. Otherwise, a row without borders counts as a single document.
-
-    Raises:
-        PackingError: input_ids and inputs_embeds are both missing; borders are missing where they are required,
-            contradict each other, or do not fit the tokens; or an argument is not supported with trees.
-    """
-    tokens = tokens_of(inputs)
-    if has_trees(inputs):
-        return _read_trees(inputs, tokens)
-    rows, length = tokens.shape
-    borders = read_borders(rows, inputs)
-    if borders is None:
-        if training or needs_borders.get():
-            raise PackingError(
-                "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training mode and for packed rows of "
-                "a trainer, got none of them, so the borders between documents are not known. PackingCollator and "
-                "SFTConfig(padding_free=True) add position_ids to every batch; pass them to all models that get the "
-                "batch, such as a teacher. If every row is one document, pass an attention_mask of ones"
-            )
-        return Layout.of([length] * rows, tokens.device)
-    known, total, bound = borders.tolist(), rows * length, inputs.get(MAX_LENGTHS[0])
-    lengths, ends = lengths_between(known), range(0, total + 1, length)
-    if sum(lengths) != total or min(lengths) < 1 or not {*ends} <= {*known}:
-        raise PackingError(
-            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {total} tokens, with a border at "
-            f"the end of every row of {length} tokens, got {known}"
-        )
-    return Layout(
-        borders.to(tokens.device, torch.int32),
-        roots(lengths),
-        bound=bound if isinstance(bound, int) else 0,
-        fillers=fillers_in(inputs, known),
-    )
-
-
-def _read_trees(inputs: Inputs, tokens: Tensor) -> Layout:
-    if inputs.get(SEGMENT_LENGTHS) is None or inputs.get(PARENTS) is None:
-        raise PackingError("segment_lengths: expected both segment_lengths and parents beside a row of trees")
-    if inputs.get("labels") is not None and not _takes_labels.get():
-        raise PackingError(
-            "labels: expected None with a row of trees, since no model computes the loss of trees by itself; call "
-            "hfp.compute_loss(model, batch)"
-        )
-    if borders := [name for name in (*CU_SEQ_LENS, SEQ_IDX) if inputs.get(name) is not None]:
-        raise PackingError(
-            f"{borders[0]}: expected None with a row of trees, whose borders are given by segment_lengths and parents"
-        )
-    trees = TreeSegments.from_arrays(*(torch.as_tensor(inputs[name]).cpu() for name in (SEGMENT_LENGTHS, PARENTS)))
-    if tokens.shape != (1, trees.tokens):
-        raise PackingError(
-            f"segment_lengths: expected lengths that add up to a single row of {list(tokens.shape)} tokens, got "
-            f"{trees.tokens}"
-        )
-    layout, positions = Layout.of(trees, tokens.device), inputs.get("position_ids")
-    if positions is not None and not torch.equal(positions.to(tokens.device), layout.position_ids):
-        raise PackingError(
-            "position_ids: expected the depth of each token in its tree, or None, got positions that begin with "
-            f"{positions.flatten().tolist()[:8]}"
-        )
-    return layout
-
-
-def layout_of_collator(inputs: Inputs) -> Layout | None:
-    """Return the layout of a batch of PackingCollator without reading its tensors; None for other batches."""
-    longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
-    if not isinstance(longest, LongestSegment) or borders is None or len(borders) <= len(longest.lengths):
-        return None
-    is_written = not borders.is_inference() and borders._version  # in place, so the lengths may be of an earlier batch
-    if is_written or tokens.shape != (1, sum(longest.lengths)):
-        return None
-    borders = borders.to(tokens.device)
-    return Layout(borders, roots(longest.lengths), bound=int(longest), fillers=longest.fillers)
-
-
-def check_has_first_labels(inputs: Arguments) -> None:
-    """Raise PackingError if PackingCollator has taken away labels of first tokens from a classifier of tokens."""
-    longest = inputs.get(MAX_LENGTHS[0])
-    if isinstance(longest, LongestSegment) and inputs.get("labels") is not None:
-        of_model = "in PackingCollator, since the model does not predict tokens"
-        expect(True, of_model, keep_first_labels=longest.first_labels)
-
-
-def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
-    """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
-    predict from the document before. PackingCollator makes such labels only if it is told to."""
-    labels = inputs.get("labels")
-    is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
-    if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
-        return inputs
-    first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
-    return {**inputs, "labels": labels.index_fill(1, first, IGNORED_LABEL)}

@@ -180,6 +180,13 @@ def has_vocabulary(model: PreTrainedModel) -> bool:
     return False
 
 
+def backbones_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the inner models that PEFT or other libraries may call directly, the innermost first."""
+    decoder = model.get_decoder()
+    is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
+    return [*([decoder] if is_model else []), model.base_model]
+
+
 def pad_token_of(model: PreTrainedModel) -> int | None:
     token = getattr(model.config.get_text_config(), "pad_token_id", None)
     return token if isinstance(token, int) and token >= 0 else None

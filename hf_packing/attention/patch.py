@@ -17,11 +17,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
-from hf_packing.attention.batch_kinds import prove_trees, prove_unpadding
 from hf_packing.attention.cases import RowCase, examine_in_training, sees_labels
 from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
 from hf_packing.attention.function import NAME
 from hf_packing.attention.kernels import HUB_KERNEL, kernel_of, switched_off
+from hf_packing.attention.kinds.padded import prove_unpadding, unpadding_of
+from hf_packing.attention.kinds.trees import TREES, prove_trees
 from hf_packing.attention.layout import within
 from hf_packing.attention.model import (
     Signature,
@@ -136,11 +137,10 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     with unpatched_on_error(inner):
         if not is_patched(inner):
             _patch(model, prove)
-        facts = getattr(inner, PATCH).facts
         with random_where_zero(inner) if trees or padded else nullcontext():
-            if trees and not facts.takes_trees:
+            if trees and TREES not in getattr(inner, PATCH).facts.proven:
                 prove_trees(inner)
-            if padded and not facts.unpadding:
+            if padded and not unpadding_of(inner):
                 prove_unpadding(inner)
     return model
 
@@ -562,7 +562,7 @@ def find_for_long_documents(model: PreTrainedModel) -> None:
         install(model, short)
         warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=4)
         return
-    if (long.method, long.by_segment, long.facts.unpadding) == (short.method, short.by_segment, short.facts.unpadding):
+    if (long.method, long.by_segment, long.facts.proven) == (short.method, short.by_segment, short.facts.proven):
         install(model, short)
         if known is not None:
             known_routes[key] = known

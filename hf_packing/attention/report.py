@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.batch_kinds import examined_padded_rows, prove_trees
-from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import Alone, DocumentTokens, RowCase
+from hf_packing.attention.kinds import prove_on_batch
+from hf_packing.attention.kinds.padded import examined_padded_rows
+from hf_packing.attention.kinds.trees import prove_trees
 from hf_packing.attention.model import (
     distinctive_lengths,
     embedding_of,

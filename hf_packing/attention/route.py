@@ -16,7 +16,6 @@ from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.model import Arguments, Signature
-from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import (
     CU_SEQ_LENS,
     ENDS,
@@ -71,8 +70,8 @@ class Method:
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed.
-            row: where the segments of a single row are. A row of trees, or on several ranks, is given to the model
-                without borders, since its segments are not documents.
+            row: where the segments of a single row are. If they see others, the model gets no borders, since segments
+                are not documents.
 
         Raises:
             PackingError: the method does not support the caller's position_ids.
@@ -91,7 +90,7 @@ class Method:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
             inputs["attention_mask"] = torch.ones_like(row.position_ids)
-        if self.borders and not row.has_prefixes:
+        if self.borders and not row.sees_others:
             inputs |= dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.max_length)
             inputs[SEQ_IDX] = row.seq_idx
         return signature.without_unknown(inputs, READ_ARGUMENTS)
@@ -144,14 +143,8 @@ class Facts:
     an error if a document contains this token."""
     unproven: str = ""
     """The reason why the route was not fully proven in training mode; an empty string if it was."""
-    unpadding: Unpadding | None = None
-    """The way in which the model runs padded batches; None as long as this is not proven."""
-    takes_trees: bool = False
-    """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
-    ranks_per_row: int = 1
-    """The number of ranks on which it is proven that the model runs rows together."""
-    fewest_shared: int | None = None
-    """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
+    proven: dict[str, Any] = field(default_factory=dict)
+    """The kinds of batches, besides packed rows, that it is proven that the model runs, and how it runs them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -195,13 +188,7 @@ class Route:
         facts = self.facts
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
         lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
-        if facts.unpadding:
-            lines.append(f"padded batch: {facts.unpadding.describe()}")
-        if facts.takes_trees:
-            by_path = f", {len(self.by_segment)} modules on each path" if self.by_segment else ""
-            lines.append(f"trees: shared prefixes are computed once{by_path}")
-        if facts.ranks_per_row > 1:
-            lines.append(f"rows on several ranks: proven on {facts.ranks_per_row}")
+        lines += [f"{kind}: {how}" for kind, how in facts.proven.items() if how]
         if facts.unproven:
             lines.append(f"training mode not proven: {facts.unproven}")
         return "\n".join(lines)

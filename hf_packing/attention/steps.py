@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_packing.attention.kinds.split import block_of
 from hf_packing.attention.model import configurations, has_local_weights
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
@@ -29,7 +30,6 @@ from hf_packing.attention.snapshot import (
     temporarily,
     without_randomness,
 )
-from hf_packing.attention.split_row import block_of
 from hf_packing.attention.token_axes import map_tensors, tensors_in
 from hf_packing.upstream.torch import gradient_hooks
 

@@ -1,6 +1,7 @@
 """Prove isolation and the step on the first batch of a training, before the first optimizer step."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +16,7 @@ from hf_packing.attention import (
     has_local_weights,
     inner_model,
     prove_on_batch,
+    proves_rows_on,
 )
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.training.losses import Batch, documents_in, part_of_row
@@ -50,16 +52,12 @@ class FirstBatchProof:
             PackingError: the packed step is not the step that is made unpacked, raised on all ranks; or the batch has
                 lost which part of a row it is.
         """
-        part, facts = part_of_row(batch), check_patched(model).facts
-        if part is not None:
-            facts.ranks_per_row = part.layout.num_ranks
-        try:
+        part = part_of_row(batch)
+        check_patched(model)
+        with proves_rows_on(model, part.layout.num_ranks) if part else nullcontext():
             self._check_isolation(model, batch, mode)
             of_step = "training" if part else mode
             self.check_step(of_step, partial(make, of_step))
-        except BaseException:
-            facts.ranks_per_row = 1
-            raise
 
     def _check_isolation(self, model: nn.Module, batch: Batch, mode: str) -> None:
         """Prove isolation on a batch, if a rank has several documents in it, or raise an error on all ranks."""

@@ -12,6 +12,7 @@ from datasets.utils import tqdm
 from torch import Tensor, nn
 
 from hf_packing.attention import (
+    ON_RANKS,
     ProveInTraining,
     block_of,
     check_patched,
@@ -203,7 +204,7 @@ def evaluation_loss(
 
     def load(planned_from: PlannedFrom) -> Any:
         check_accelerator(accelerator)
-        ranks = check_patched(model).facts.ranks_per_row
+        ranks = check_patched(model).facts.proven.get(ON_RANKS, 1)
         planned_from.note_settings(rows_per_batch=rows_per_batch, max_tokens=max_tokens)
         reading = Reading.of_model(model)
         budget = TokenBudget(1, max_ranks_per_document=ranks) if ranks > 1 else None  # rows may have any size

@@ -27,8 +27,8 @@ from hf_packing.attention import (
     patch_model,
     predicts_tokens,
     prove_unpadding,
-    route_of,
     share_prefixes,
+    unpadding_of,
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice, check_type, expect
@@ -77,8 +77,7 @@ def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None
         inner = inner_model(model)
         if has_local_weights(model):
             with _named(name), trainer.accelerator.autocast():
-                route = route_of(inner)
-                if not (route and route.facts.unpadding) or torch.is_autocast_enabled(input_device(inner).type):
+                if not unpadding_of(inner) or torch.is_autocast_enabled(input_device(inner).type):
                     prove_unpadding(inner)  # patch_model may have proven it, but without autocast
                 if name == "model" or predicts_tokens(inner):  # reward models share no prefixes
                     share_prefixes(inner, fewest_shared)
@@ -180,11 +179,9 @@ def _crosses_a_border(tokens: Tensor, batch: Batch) -> bool:
 
 
 def _describe(model: PreTrainedModel) -> str:
-    route = route_of(model)
-    unpadding = route.facts.unpadding if route else None
-    shared = "; prefixes that rows share are computed once" if route and route.facts.fewest_shared is not None else ""
-    proven = f"{unpadding.describe()}; isolation proven" if unpadding else "not proven on padded batches yet"
-    return f"{type(model).__name__}, {proven}{shared}"
+    unpadding = unpadding_of(model) if is_patched(model) else None
+    proven = f"{unpadding}; isolation proven" if unpadding else "not proven on padded batches yet"
+    return f"{type(model).__name__}, {proven}"
 
 
 def check_takes_rows(model: nn.Module, source: Any, batching: Batching, shapes: Shapes) -> None:

@@ -17,6 +17,7 @@ from training_by_hand import batch_of
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
 from hf_packing.attention.batch_proof import BatchCase, sampled_documents
+from hf_packing.attention.kinds.packed import read_layout
 
 LENGTHS = (200, 40, 200, 7, 40, 120, 210, 33)
 SHORT = (30, 17, 30, 7, 20, 30, 55, 45, 12, 32, 17, 17)
@@ -155,7 +156,7 @@ def test_documents_of_one_token_id_are_replaced_too():
 
 
 def replaced_of(number):
-    return BatchCase(patched(), batch_with([1] * number), training=False).replacements[0]
+    return BatchCase(patched(), batch_with([1] * number), False, read_layout).replacements[0]
 
 
 def test_a_leak_at_any_distance_reaches_a_document_that_is_kept():

@@ -16,8 +16,9 @@ from hf_packing.attention import block_of, kernels
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.flex import row_mask
 from hf_packing.attention.kernels import KERNELS, Call, VarlenKernel
+from hf_packing.attention.kinds.split import SplitLayout, exchange_of
+from hf_packing.attention.kinds.trees import TreeLayout
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.split_row import SplitLayout, exchange_of
 from hf_packing.planning.rank_layout import RowPart, lay_out
 from hf_packing.trees.segments import TreeSegments
 from tools.tiny_model import tiny_model
@@ -188,7 +189,7 @@ def test_flex_attention_is_attention_along_paths(window, chunk, softcap, has_sin
     kernel = kernel_named("FlexAttention", dim=dim, value_dim=value_dim, sinks=sinks, trees=True, **how)
     how["chunk"] = chunk
     assert_close(
-        kernel, Layout.of(TREES, torch.device("cuda")), how, exact_and_half(TREES.tokens, dim, value_dim, sinks)
+        kernel, TreeLayout.of(TREES, torch.device("cuda")), how, exact_and_half(TREES.tokens, dim, value_dim, sinks)
     )
 
 

@@ -22,7 +22,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from tree_rows import forests
 
 import hf_packing as hfp
-from hf_packing.attention.forward import KeepLayout, install_unpadding
+from hf_packing.attention.forward import KeepLayout
+from hf_packing.attention.kinds.padded import install_unpadding
 from hf_packing.attention.route import route_of
 from hf_packing.trees.segments import TreeSegments
 from tools.survey.measure import VARIANTS
@@ -207,7 +208,7 @@ def test_layers_that_run_again_in_the_backward_pass(name, form, way):
     batch = FORMS[form.removesuffix(", by length")]()
     if form == RIGHT_BY_LENGTH:
         assert route_of(model).by_segment
-        install_unpadding(model, replace(route_of(model).facts.unpadding, by_length=True))
+        install_unpadding(model, replace(route_of(model).facts.proven["padded batch"], by_length=True))
     WAYS[way](model)
     model.enable_input_require_grads()
     found = outputs_of(model, batch, kind)

@@ -4,6 +4,8 @@ The kernels of FlexAttention need CUDA. On a CPU, torch computes it without kern
 attention and blocks are tested separately; and in one slow test together, where torch compiles it for the CPU.
 """
 
+import sys
+
 import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
@@ -15,7 +17,8 @@ from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex
 from hf_packing.attention.exact import attend_exactly
-from hf_packing.attention.flex import BLOCK, attend_with_flex, row_mask, tree_mask
+from hf_packing.attention.flex import BLOCK, attend_with_flex, row_mask
+from hf_packing.attention.kinds.trees import tree_mask
 from hf_packing.attention.layout import Layout
 
 
@@ -115,7 +118,7 @@ def test_is_exact_attention(call):
 @pytest.mark.parametrize(("row", "make"), [(WIDE, tree_mask), (Row((5, 7)), row_mask)])
 def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row, make):
     layout, made = row.layout, []
-    monkeypatch.setattr(flex, make.__name__, lambda *how: made.append(how) or make(*how))
+    monkeypatch.setattr(sys.modules[make.__module__], make.__name__, lambda *how: made.append(how) or make(*how))
     tensors = [torch.randn(1, 1, layout.tokens, 16) for _ in range(3)]
     with torch.no_grad():
         for window in (None, None, 3, None):

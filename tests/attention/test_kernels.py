@@ -38,9 +38,10 @@ import hf_packing as hfp
 from hf_packing.attention import function, kernels, patch, prove_on_batch
 from hf_packing.attention.exact import TracedRow, attend_exactly
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel, fallbacks, kernel_of
+from hf_packing.attention.kinds.split import SplitLayout, exchange_of
+from hf_packing.attention.kinds.trees import TreeLayout
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.route import route_of
-from hf_packing.attention.split_row import SplitLayout, exchange_of
 from hf_packing.planning.rank_layout import RowPart, lay_out
 from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
@@ -92,8 +93,8 @@ EXACT = "exact attention, segment by segment"
         (TORCH_KERNEL, call(head_dim=512), "takes head dimensions up to 256"),
         (TORCH_KERNEL, call("chunk"), "takes no chunk"),
         (TORCH_KERNEL, call("window"), ""),
-        (TORCH_KERNEL, call("row on several ranks", "window"), ""),
-        (TORCH_KERNEL, call("row on several ranks", "window on both sides"), "takes no window on both sides"),
+        (TORCH_KERNEL, call("gathered keys", "window"), ""),
+        (TORCH_KERNEL, call("gathered keys", "window on both sides"), "takes no window on both sides"),
         ("flash-attn 3", call("dropout"), "takes no dropout"),
         ("kernels-community/vllm-flash-attn3", call("sinks"), "takes no sinks"),
     ],
@@ -103,8 +104,8 @@ def test_what_the_newest_kernels_take(name, asked, reason):
     assert VarlenKernel(name, lambda: None).refusal(asked) == "not installed"
 
 
-def test_flex_attention_takes_no_rows_on_several_ranks():
-    assert FlexKernel().refusal(call("row on several ranks")) == "takes no row on several ranks"
+def test_flex_attention_takes_no_keys_from_elsewhere():
+    assert FlexKernel().refusal(call("gathered keys")) == "takes no gathered keys"
 
 
 def test_dropout_and_determinism_are_passed_on():
@@ -175,7 +176,7 @@ def test_the_first_kernel_that_takes_a_call_runs_it():
 def test_a_warning_says_why_there_is_no_kernel(change, advice):
     """Rows of trees have a warning of their own."""
     use(SECOND)
-    slowly = "in rows of trees runs path by path" if "in_trees" in change else "runs segment by segment"
+    slowly = "runs path by path" if "in_trees" in change else "runs segment by segment"
     with pytest.warns(UserWarning, match=f"^attention {slowly}, which is exact, but slow .*{advice}"):
         assert choose(**change) is None
     assert choose(**change, window=3) is None, "without another warning"
@@ -289,7 +290,8 @@ def test_rows_of_trees_run_on_kernels(monkeypatch, name, kernel):
 def test_keys_are_gathered_along_paths(forest, window, most):
     """In the backward pass once more, where they are many."""
     trees, how = TreeSegments(*forest), {"scale": 0.3, "is_causal": True, "window": window}
-    inputs, row = tensors(tokens=trees.tokens), Layout.of(trees)
+    row = (TreeLayout if trees.has_branches else Layout).of(trees)
+    inputs = tensors(tokens=trees.tokens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "MOST_KEYS", most)
         ours = stand_in("flash-attn 2", NEWEST).attend(*inputs, row, **how)
@@ -316,7 +318,7 @@ def test_the_parts_of_a_row_on_several_ranks_are_right_or_refused(name, signatur
 
 def test_the_keys_of_a_chat_are_gathered_once():
     """Its first children are in the run of their parent; otherwise n turns would gather n / 2 times their tokens."""
-    row = Layout.of(TreeSegments((4, 3, 2, 5, 6), (-1, 0, 1, 2, 1)))
+    row = TreeLayout.of(TreeSegments((4, 3, 2, 5, 6), (-1, 0, 1, 2, 1)))
     places, queries, keys = kernels.keys_along_paths(row, True, None, torch.device("cpu"))
     assert (queries.cu_seq_lens.tolist(), keys.cu_seq_lens.tolist(), keys.max_length) == ([0, 14, 20], [0, 14, 27], 14)
     assert places.tolist() == [*range(14), *range(7), *range(14, 20)]

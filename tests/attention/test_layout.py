@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packing.attention.layout import CALL_OVERHEAD, MAX_PADDING, group_lengths, read_layout
+from hf_packing.attention.kinds.packed import PackedRows, read_layout
+from hf_packing.attention.layout import CALL_OVERHEAD, MAX_PADDING, group_lengths
 from hf_packing.attention.model import Signature
-from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method
 from hf_packing.batch.segments import borders_from_positions
 
@@ -34,8 +34,8 @@ class Anything(torch.nn.Module):
 
 def told(**inputs):
     """What a model that takes everything is given."""
-    rows, layout = packed_rows(inputs), read_layout(inputs)
-    return Method().build(Signature(Anything()), inputs if rows is None else rows.lay_end_to_end(inputs), layout)
+    rows = PackedRows.of(inputs, read_layout(inputs))
+    return Method().build(Signature(Anything()), rows.lay_end_to_end(inputs), rows.layout)
 
 
 def test_positions_that_go_on_after_a_gap_and_rows_begin_a_segment():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.attention.padded import read_padded_rows, run_by_length
+from hf_packing.attention.kinds.padded import read_padded_rows, run_by_length
 
 
 @st.composite

@@ -55,7 +55,7 @@ def test_rows_with_and_without_pictures(name):
         for number, (place, one) in enumerate(zip(places, expected, strict=True)):
             assert torch.allclose(logits[number, place], one, atol=1e-12)
         check_places(model, logits, places, gradients)
-    assert route_of(model).facts.unpadding.backbone == "model.language_model"
+    assert route_of(model).facts.proven["padded batch"].backbone == "model.language_model"
 
 
 def test_masks_of_its_own_for_pictures_are_refused():

@@ -10,9 +10,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import forward, is_patched
+from hf_packing.attention import is_patched
 from hf_packing.attention.cases import RowCase
-from hf_packing.attention.layout import Layout, read_layout
+from hf_packing.attention.kinds import packed
+from hf_packing.attention.kinds.packed import PackedLayout, read_layout
 from hf_packing.attention.route import route_of
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.search import Search
@@ -107,9 +108,9 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
     """If borders were lost on the way, the proof would fail."""
 
     def lose_borders(*inputs):
-        return Layout.of([read_layout(*inputs).tokens])
+        return PackedLayout.of([read_layout(*inputs).tokens])
 
-    monkeypatch.setattr(forward, "read_layout", lose_borders)
+    monkeypatch.setattr(packed, "read_layout", lose_borders)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one document changed the logits of another"):
         hfp.patch_model(llama())
 

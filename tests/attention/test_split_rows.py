@@ -16,7 +16,7 @@ from tiny_models import enable_checkpointing
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model, route_of
-from hf_packing.attention.split_row import block_of
+from hf_packing.attention.kinds.split import ON_RANKS, block_of
 from hf_packing.batch.segments import part_of
 from hf_packing.columns import MAX_LENGTHS
 from hf_packing.planning.lengths import Pieces
@@ -119,7 +119,7 @@ def compare(folder, names):
             model = get_peft_model(model, adapters).double()
         hfp.patch_model(model)
         facts = route_of(inner_model(model)).facts
-        facts.ranks_per_row = ranks
+        facts.proven[ON_RANKS] = ranks
         for row, (lengths, cuts) in ROWS.items():
             generator = np.random.default_rng(0)
             batch = hfp.PackingCollator()([{"input_ids": generator.integers(8, 100, length)} for length in lengths])

@@ -12,9 +12,10 @@ from tiny_models import build
 from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
-from hf_packing.attention import layout, prove_on_batch
+from hf_packing.attention import prove_on_batch
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.kernels import kernel_of
+from hf_packing.attention.kinds.trees import TreeLayout
 from hf_packing.attention.route import route_of
 from hf_packing.trees.segments import TreeSegments
 from tools.tiny_model import tiny_model
@@ -36,7 +37,7 @@ def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
     packed = hfp.PackingCollator()([{"input_ids": batch["input_ids"][0].numpy(), "seq_lengths": roots.lengths}])
     del packed["labels"]
     assert torch.equal(model(**batch).logits, model(**packed).logits)
-    assert not route_of(model).facts.takes_trees, "a row without branches needs no proof of trees"
+    assert "trees" not in route_of(model).facts.proven, "a row without branches needs no proof of trees"
 
 
 def test_a_model_takes_trees_once_they_are_proven():
@@ -45,14 +46,14 @@ def test_a_model_takes_trees_once_they_are_proven():
         model(**inputs_of(CHAT))
     hfp.patch_model(model, trees=True)
     logits = model(**inputs_of(CHAT)).logits
-    assert route_of(model).facts.takes_trees
+    assert "trees" in route_of(model).facts.proven
     assert model.training
     assert kernel_of(model) == "exact attention, path by path"
     again = model(**inputs_of(CHAT)).logits
     assert torch.equal(logits, again)
     with hfp.unpatch_model(model):
         pass
-    assert route_of(model).facts.takes_trees, "the route is installed again as it was"
+    assert "trees" in route_of(model).facts.proven, "the route is installed again as it was"
 
 
 def test_modules_run_few_paths_at_once(monkeypatch):
@@ -62,8 +63,8 @@ def test_modules_run_few_paths_at_once(monkeypatch):
     own = module.forward
     monkeypatch.setattr(module, "forward", lambda self, x, *a, **k: shapes.append(x.shape[:2]) or own(self, x, *a, **k))
     found = []
-    for most, paths in ((layout.MOST_TOKENS_OF_CALL, 5), (32, 2)):
-        monkeypatch.setattr(layout, "MOST_TOKENS_OF_CALL", most)
+    for most, paths in ((TreeLayout.most_tokens_of_call, 5), (32, 2)):
+        monkeypatch.setattr(TreeLayout, "most_tokens_of_call", most)
         shapes.clear()
         found.append(model(**inputs_of(trees)).logits)
         assert max(number for number, length in shapes if length == 16) == paths
@@ -91,9 +92,9 @@ def test_the_proof_notices_faults(monkeypatch, name, fault, message):
     report = hfp.check_isolation(model, trees=True)
     assert not report.isolated
     assert re.search(message, report.reason)
-    assert not route_of(model).facts.takes_trees
+    assert "trees" not in route_of(model).facts.proven
     monkeypatch.undo()
-    assert route_of(hfp.patch_model(model, trees=True)).facts.takes_trees
+    assert "trees" in route_of(hfp.patch_model(model, trees=True)).facts.proven
 
 
 @pytest.mark.parametrize("name", fast_only(["xlnet", "cpmant"], "cpmant"))

@@ -43,15 +43,15 @@ def test_padding_that_a_head_reads_is_moved():
     assert not torch.allclose(wrong, alone(stock, batch.documents[:1])[0][0], atol=1e-2)
     for side in ("left", "right", "both"):
         check(stock, model, FORMS[side]())
-    assert route_of(model).facts.unpadding.to == "right"
+    assert route_of(model).facts.proven["padded batch"].to == "right"
     with pytest.raises(hfp.PackingError, match="start_positions: expected padding on the right beside numbers that"):
         model(**batch.inputs, start_positions=torch.zeros(len(batch.documents), dtype=torch.long))
 
 
 def test_large_gradients_are_not_taken_for_wrong_ones():
     model = hfp.patch_model(with_embeddings(1e-3, torch.float32, 1 + 2e-5))
-    assert route_of(model).facts.unpadding.to is None
-    assert not route_of(model).facts.unpadding.by_length
+    assert route_of(model).facts.proven["padded batch"].to is None
+    assert not route_of(model).facts.proven["padded batch"].by_length
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bert", SEQUENCE), ("llama", "causal")])
@@ -183,9 +183,9 @@ def test_a_language_model_takes_padded_batches_once_they_are_proven():
     with pytest.raises(hfp.PackingError, match=r"call patch_model\(model, padded=True\)"):
         model(**batch)
     hfp.patch_model(model, padded=True)
-    proven = route_of(model).facts.unpadding
+    proven = route_of(model).facts.proven["padded batch"]
     model(**batch)
-    assert route_of(hfp.patch_model(model, padded=True)).facts.unpadding is proven
+    assert route_of(hfp.patch_model(model, padded=True)).facts.proven["padded batch"] is proven
 
 
 def test_memory_kept_for_the_backward_pass():

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.attention.layout import layout_of_collator, read_layout
+from hf_packing.attention.kinds.packed import layout_of_collator, read_layout
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import documents_in

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tree_rows import forests
 
 from hf_packing.attention.flex import BLOCK
+from hf_packing.attention.kinds.trees import TreeLayout
 from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
 
@@ -24,7 +25,7 @@ class Row(NamedTuple):
 
     @property
     def layout(self):
-        return Layout.of(self.trees)
+        return (TreeLayout if self.trees.has_branches else Layout).of(self.trees)
 
 
 WIDE = Row((300, 40, 200, 1, 129, 256), (-1, 0, 0, 2, 0, -1))

@@ -5,14 +5,14 @@ import torch
 import torch.distributed as dist
 
 import hf_packing as hfp
-from hf_packing.attention import inner_model, route_of
+from hf_packing.attention import ON_RANKS, inner_model, route_of
 from hf_packing.batch.segments import part_of
 from hf_packing.planning.rank_layout import RowPart, lay_out
 
 
 def logits_of_part(model, ranks, lengths=(11, 5, 8)):
     """Run a row of random documents on a block of ranks, and on this rank alone."""
-    route_of(inner_model(model)).facts.ranks_per_row = ranks
+    route_of(inner_model(model)).facts.proven[ON_RANKS] = ranks
     generator, device = np.random.default_rng(0), next(model.parameters()).device
     batch = hfp.PackingCollator()([{"input_ids": generator.integers(8, 100, length)} for length in lengths])
     del batch["labels"]

@@ -22,9 +22,9 @@ from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
 from hf_packing.attention import function
-from hf_packing.attention.batch_kinds import TREES as PROVEN
+from hf_packing.attention.kinds.split import TokenExchange, block_of
+from hf_packing.attention.kinds.trees import _TREES as PROVEN
 from hf_packing.attention.route import known_routes
-from hf_packing.attention.split_row import TokenExchange, block_of
 from hf_packing.trees.segments import TreeSegments
 from tools import compare_revisions, kernel_signatures
 from tools.compare_revisions import ROOT, WORKLOADS, _time_revision, compare

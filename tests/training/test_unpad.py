@@ -27,7 +27,8 @@ from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model, is_patched, share_prefixes
-from hf_packing.attention.padded import PaddedRows
+from hf_packing.attention.kinds.padded import PaddedRows
+from hf_packing.attention.kinds.trees import sharing_prefixes
 from hf_packing.training.models import models_of
 from hf_packing.trees.find import find_in_batch
 from tools.tiny_model import tiny_model
@@ -320,8 +321,8 @@ def test_what_shares_nothing():
     ids = torch.tensor([[5], [5]])
     rows = PaddedRows(np.ones((2, 1), dtype=bool), ids.device)
     others = {"labels": ids, "weights": ids.float(), "position_ids": ids.expand(3, 2, 1)}
-    assert all(rows.sharing_prefixes({"input_ids": ids, name: value}, 1) is rows for name, value in others.items())
-    assert rows.sharing_prefixes({"input_ids": ids, "types": ids}, 1).layout.tokens == 1
+    assert all(sharing_prefixes(rows, {"input_ids": ids, name: value}, 1) is rows for name, value in others.items())
+    assert sharing_prefixes(rows, {"input_ids": ids, "types": ids}, 1).layout.tokens == 1
 
 
 def proven_policy():

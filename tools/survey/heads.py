@@ -117,7 +117,9 @@ def _measure_patched(
         return replace(found, status="WRONG", reason=f"patch_model failed, {type(error).__name__}: {error}")
     route = route_of(model)
     assert route is not None
-    found = replace(found, route=route.name, by_length=bool(route.facts.unpadding and route.facts.unpadding.by_length))
+    found = replace(
+        found, route=route.name, by_length=getattr(route.facts.proven.get("padded batch"), "by_length", False)
+    )
     for side in ("right", "left"):
         try:
             outputs = _padded(model, documents, found.head, side)

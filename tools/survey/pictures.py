@@ -124,7 +124,7 @@ def _measure_patched(
         return replace(found, status="WRONG", reason=f"{type(error).__name__}: {error}")
     route = route_of(model)
     assert route is not None
-    found = replace(found, by_length=bool(route.facts.unpadding and route.facts.unpadding.by_length))
+    found = replace(found, by_length=getattr(route.facts.proven.get("padded batch"), "by_length", False))
     found = replace(found, difference=max(differences), gradient=max(relative))
     return found if max(found.difference, found.gradient) <= EXACT else replace(found, status="WRONG")
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_packing import ModelNotSupportedError, PackingCollator, PackingError, patch_model
 from tools.internals import (
+    ON_RANKS,
     Pieces,
     RankLayout,
     RowPart,
@@ -146,7 +147,7 @@ def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
         model, lengths = _patched(model)
         route = route_of(model)
         assert route is not None
-        route.facts.ranks_per_row = RANKS
+        route.facts.proven[ON_RANKS] = RANKS
         apart = [_apart(model, layout) for layout in layouts(lengths)]
     except (ModelNotSupportedError, PackingError) as error:
         return MeasuredRanks(kind, name, "refused", str(error))

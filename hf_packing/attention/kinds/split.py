@@ -5,6 +5,8 @@ one call for uneven sizes, whose backward pass is the same call in the other dir
 of the row what the others send. If no rank needs anything of another one, none makes the call.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -12,14 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
+from hf_packing.attention.batch_proof import BatchCase, segments_to_replace
+from hf_packing.attention.kinds.kind import Batch, proving, refuse_earlier_tokens, tokens_of
+from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, roots, within
+from hf_packing.attention.model import Arguments, Inputs, inner_model
+from hf_packing.attention.route import PATCH
 from hf_packing.attention.token_axes import Path, TokenAxes, map_tensors
+from hf_packing.batch.segments import part_in
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.rank_layout import RowPart, plan_exchange
 from hf_packing.upstream.torch import timeout_of
+
+ON_RANKS = "rows on several ranks"
+"""What rows on several ranks are called among the kinds of batches that are proven for a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +38,11 @@ class SplitLayout(Layout):
 
     part: RowPart = field(kw_only=True)
 
+    sees_others = True
+
     @classmethod
     def of_part(cls, part: RowPart, device: torch.device) -> "SplitLayout":
         return cls.of(part.pieces.length.tolist(), device, part=part)
-
-    @property
-    def has_prefixes(self) -> bool:
-        return True
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -52,6 +60,72 @@ class SplitLayout(Layout):
     def find_keys(self, places: IntArray, *how: Any) -> IntArray:
         """Return where some tokens of the row are among those that the rank sees."""
         return np.searchsorted(exchange_of(self, *how).seen, places)
+
+    def gather_keys(
+        self, key: Tensor, value: Tensor, _: str, is_causal: bool, window: int | None, chunk: int | None
+    ) -> tuple[Tensor, Tensor, Arguments]:
+        """Get the keys and values that this rank sees from the other ranks, in one exchange."""
+        both = exchange_of(self, is_causal, window, chunk)(torch.cat([key, value], dim=3), axis=2)
+        key, value = torch.split(both, [key.shape[3], value.shape[3]], dim=3)
+        return key, value, {"gathered keys": True, "window on both sides": not is_causal and window}
+
+    def gather_documents(self, given: Any, axes: TokenAxes) -> tuple[Any, Layout, Tensor]:
+        """Get the whole documents of which this rank has pieces, since some modules, such as rotary scales, depend on
+        their lengths."""
+        exchange = exchange_of(self, False, None, None)
+        return gather_inputs(given, axes, exchange), exchange.documents, exchange.own
+
+
+@dataclass(frozen=True, eq=False)
+class PartOfRow(Batch):
+    """The part of a row on several ranks that this rank holds."""
+
+    layout: SplitLayout
+
+    @classmethod
+    def read(cls, forward: Any, inputs: Inputs) -> "PartOfRow | None":
+        if (part := part_in(inputs)) is None:
+            return None
+        refuse_earlier_tokens(inputs)
+        ranks = part.layout.num_ranks
+        if not (proving.get() or forward.patch.facts.proven.get(ON_RANKS) == ranks):
+            raise PackingError(
+                f"max_ranks_per_document: expected 1, since it is not proven that {type(forward.model).__name__} runs "
+                f"rows on {ranks} ranks; pass the model to prepare_dataloader, or use attach"
+            )
+        return cls(SplitLayout.of_part(part, tokens_of(inputs).device))
+
+    @classmethod
+    def case(cls, model: nn.Module, batch: Mapping[str, Any], training: bool) -> "PartCase | None":
+        part = part_in(batch)
+        return None if part is None else PartCase(model, batch, part, training)
+
+
+class PartCase(BatchCase):
+    """The part of a row on several ranks that this rank holds. Every piece of a document is a segment.
+
+    All ranks of the row make the same calls: one on the row as it is, and one with about half of the documents
+    replaced. No document runs alone: the proof of the step compares whole documents with those of one rank.
+    """
+
+    leaks = "replacing documents changed the outputs of other documents on several ranks"
+    makes_same_calls = True
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
+        super().__init__(model, batch, training, lambda inputs, _: SplitLayout.of_part(part, tokens_of(inputs).device))
+        row = roots(part.layout.lengths.tolist())
+        self.lengths, self.num_tokens = row.lengths, row.tokens
+        self.replacements = [np.flatnonzero(np.isin(part.pieces.document, segments_to_replace(row))).tolist()]
+        self.wants_gradients, self.sample = False, []
+
+
+@contextmanager
+def proves_rows_on(model: nn.Module, ranks: int) -> Iterator[None]:
+    """Context manager for the proofs of a patched model on rows on several ranks. After the block, unless it raises an
+    error, the model runs such rows."""
+    with within(proving, True):
+        yield
+    getattr(inner_model(model), PATCH).route.facts.proven[ON_RANKS] = ranks
 
 
 def block_of(ranks: int) -> Any:
