@@ -4,9 +4,8 @@ The rest of the package imports only from this file, never from the other files 
 the thirteen ideas behind the code. The names in parentheses are the files that implement the idea.
 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
-   that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
-   and its modules can look up the borders while the model's forward runs (layout). An attention mask must not hide
-   tokens.
+   that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs
+   (kinds/packed), and its modules can look up the borders while the model's forward runs (layout).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch (function, exact). A table contains the kernels; a call
    runs on the first kernel that takes it and has failed in no proof (kernels, flex).
@@ -21,8 +20,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
    (forward). Checkpointed layers run again in the backward pass, on the same layout. torch.compile
    compiles this forward once for batches of fixed shapes, and a few times for batches of any shape.
-7. A case runs a model on a batch of documents, and on each document alone: packed rows of a few random documents,
-   padded rows, trees, or a training batch. It runs the model without dropout, and restores it (cases, runs, snapshot).
+7. A case runs a model on a batch of documents, and on each document alone: a few random documents, or a training batch.
+   It runs the model without dropout, and restores it (cases, runs, snapshot).
 8. The proof of a case shows that replacing documents does not change the results of other documents, and that every
    document has the same outputs and gradients in the batch as when it is run alone (proof). Two results count as equal
    if rounding can explain their difference (tolerance). `check_isolation` runs a case without documents alone, in any
@@ -31,19 +30,15 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    trains with. If the proof fails, other runs find the module in which the difference begins (batch_proof).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (patch). For a
     model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
-11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
-    for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
-    its outputs are put back where the tokens were (padded). Modules that compute one output from all
-    tokens of a document, such as poolers, get every document in a row of its own (by_segment). A proof runs the whole
-    model, with padding on each side (batch_kinds).
+11. Besides packed rows, there are other kinds of batches, each with a file of its own (kinds): padded batches, whose
+    backbone gets the tokens without the padding; rows of trees, in which documents share their prefixes; and rows on
+    several ranks, which exchange what their tokens attend to. A kind recognises its batches, says in its layout which
+    keys tokens see and how modules get whole documents, and is proven before the first such batch. The forward asks
+    the kinds in order; attention and modules by segment ask the layout.
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
     to copy them (forward).
-13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
-    attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
-    exact), on a GPU with the keys of each path (kernels), or with a mask for FlexAttention (flex). A proof of its own
-    runs before the first such row (batch_kinds). The rows of a padded batch can share their prefixes in the same way
-    (padded).
+13. A step, the loss and its gradients, can be run twice without a trace, and compared (steps).
 
 The file model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.

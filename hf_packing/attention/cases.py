@@ -2,8 +2,8 @@
 
 A case runs a model on a batch of documents and on each document alone. It knows the segments of the batch, which of
 them may notice a replaced one, and the replacements to try. `prove` does the rest. Random documents in packed rows are
-here, and what they show of a model's own loss; padded rows and trees (batch_kinds) and training batches (batch_proof)
-are beside their proofs.
+here, and what they show of a model's own loss; training batches are in batch_proof, and the cases of other kinds of
+batches in the files of these (kinds).
 """
 
 from collections.abc import Callable, Collection, Sequence
