@@ -24,7 +24,7 @@ from hf_packing.attention.runs import Runner
 from hf_packing.attention.snapshot import temporarily
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
-from hf_packing.columns import ENDS, KNOWN_COLUMNS, MAX_LENGTHS, TRAINED, TREE_LABELS
+from hf_packing.columns import KNOWN_COLUMNS, MAX_LENGTHS, TREE_BORDERS, TREE_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
@@ -38,7 +38,7 @@ _SHARE_ALONE = 4
 _OF_OWN_LOSS = {"labels", "num_items_in_batch"}
 """Names of the arguments with which a model computes its own loss."""
 
-_OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "targets", "target_weights", TREE_LABELS, ENDS, TRAINED}
+_OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "targets", "target_weights", *TREE_COLUMNS} - {*TREE_BORDERS}
 
 
 class BatchCase(Case):
@@ -53,6 +53,7 @@ class BatchCase(Case):
         batch: a packed batch, or one of trees, with input_ids [rows, tokens] and borders.
         training: whether the model runs in training mode, with gradients but without dropout.
         read_layout: reads the layout of the batch from the arguments of a model, given whether borders are required.
+        ends: the segment in which each document ends; by default, every segment without any below it ends one.
     """
 
     profile = BATCH
@@ -66,6 +67,7 @@ class BatchCase(Case):
         batch: Mapping[str, Any],
         training: bool,
         read_layout: Callable[[Inputs, bool], Layout],
+        ends: Sequence[int] = (),
     ) -> None:
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
@@ -76,11 +78,10 @@ class BatchCase(Case):
         taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
         self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
         trees = read_layout(self.inputs, True).documents
-        ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
         self.places = torch.arange(trees.tokens, device=runner.device)
         self.multiple = getattr(batch.get(MAX_LENGTHS[0]), "multiple", 1)
         tokens = self.inputs["input_ids"].flatten()[self.places]
-        super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
+        super().__init__(runner, training, trees, ends or trees.leaves, tokens, _other_tokens(tokens, runner.model))
         self.replacements = [segments_to_replace(trees)]
         replaced = self.replacements[0]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}

@@ -57,7 +57,7 @@ from hf_packing.attention.snapshot import (
 )
 from hf_packing.batch.collate import refuse_missing_first_labels
 from hf_packing.batch.loader import check_loader
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 from hf_packing.upstream.torch import inside_fsdp, parts_of, trace_only_inside
 from hf_packing.upstream.transformers import CHECKPOINTING, attention_name
@@ -343,7 +343,7 @@ def needs_cache(inputs: Inputs, training: bool) -> bool:
     """Return whether a call generates text, so that it runs as without the patch: whether it has a cache, or asks for
     one explicitly in evaluation mode, and its rows are no packed rows."""
     given = {name for name, value in inputs.items() if value is not None}
-    if not given.isdisjoint((*BORDER_ARGUMENTS, PARENTS)):
+    if not given.isdisjoint(BORDER_ARGUMENTS):
         return False
     if training and given.isdisjoint(("attention_mask", "position_ids")):  # PEFT drops those of a packed row
         return False
@@ -354,7 +354,7 @@ def needs_cache(inputs: Inputs, training: bool) -> bool:
 def begins_text(model: PreTrainedModel, inputs: Inputs, layout: Layout) -> bool:
     """Return whether a call without padding, in evaluation mode, may be the first one of a loop that generates text:
     whether the model returns a cache by its configuration, and every row is a document, with no borders beside it."""
-    if any(inputs.get(name) is not None for name in ("use_cache", *BORDER_ARGUMENTS, PARENTS)):
+    if any(inputs.get(name) is not None for name in ("use_cache", *BORDER_ARGUMENTS)):
         return False
     returns_cache = getattr(model.config.get_text_config(), "use_cache", False)
     return bool(returns_cache) and len(layout.lengths) <= tokens_of(inputs).shape[:-1].numel()

@@ -16,17 +16,7 @@ from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.model import Arguments, Signature
-from hf_packing.columns import (
-    CU_SEQ_LENS,
-    ENDS,
-    MAX_LENGTHS,
-    PARENTS,
-    SEGMENT_LENGTHS,
-    SEQ_IDX,
-    SEQ_LENGTHS,
-    TRAINED,
-    TREE_LABELS,
-)
+from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS, TREE_BORDERS, TREE_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.upstream.torch import mark_changing
 from hf_packing.upstream.transformers import attention_name, can_set_attention
@@ -34,14 +24,14 @@ from hf_packing.upstream.transformers import attention_name, can_set_attention
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
 
-BORDER_ARGUMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS)
+BORDER_ARGUMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS, *TREE_BORDERS)
 
-READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "attention_mask", "use_cache")
+READ_ARGUMENTS = (*BORDER_ARGUMENTS, "position_ids", "attention_mask", "use_cache")
 """Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.
 Other arguments are never dropped."""
 
 
-_ONLY_READ = (*READ_ARGUMENTS, ENDS, TRAINED, TREE_LABELS)
+_ONLY_READ = (*READ_ARGUMENTS, *TREE_COLUMNS)
 """Arguments that the model's own forward does not get as the caller passes them."""
 
 

@@ -47,11 +47,10 @@ from hf_packing.attention.model import (
     pad_token_of,
 )
 from hf_packing.attention.proof import require
-from hf_packing.attention.route import PATCH, READ_ARGUMENTS
+from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, READ_ARGUMENTS
 from hf_packing.attention.runs import NotCallableError, Runner
 from hf_packing.attention.snapshot import use_attention
 from hf_packing.attention.token_axes import Path, leaves, map_tensors, tensors_in
-from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.planning.lengths import BoolArray
 
@@ -265,7 +264,7 @@ def read_padded_rows(inputs: Inputs, are_documents: bool = False) -> PaddedRows 
         return None
     real = np.ones(tokens.flatten(0, -2).shape, np.bool_) if mask is None else _real(mask, tokens)
     has_positions = isinstance(position_ids, Tensor) and position_ids.ndim == 2  # others are those of pictures
-    borders = next((name for name in _BORDERS if inputs.get(name) is not None), None)
+    borders = next((name for name in BORDER_ARGUMENTS if inputs.get(name) is not None), None)
     if (has_positions or borders) and real.all() and not are_documents:
         return None
     if borders is not None:
@@ -289,9 +288,6 @@ def read_padded_rows(inputs: Inputs, are_documents: bool = False) -> PaddedRows 
             "padding, and without an attention_mask"
         )
     return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
-
-
-_BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS, PARENTS)
 
 
 def _real(mask: Any, tokens: Tensor) -> BoolArray:

@@ -32,7 +32,7 @@ from hf_packing.attention.route import PATCH, Route
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.token_axes import Place, TokenAxes
 from hf_packing.attention.tolerance import apart
-from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX
+from hf_packing.columns import CU_SEQ_LENS, ENDS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.planning.lengths import BoolArray, IntArray
 from hf_packing.trees.find import BatchTrees, find_in_batch
@@ -119,7 +119,10 @@ class TreeRow(Batch):
 
     @classmethod
     def case(cls, model: nn.Module, batch: Mapping[str, Any], training: bool) -> BatchCase | None:
-        return BatchCase(model, batch, training, read_trees) if has_trees(batch) else None
+        if not has_trees(batch):
+            return None
+        ends = () if batch.get(ENDS) is None else [*dict.fromkeys(batch[ENDS].tolist())]
+        return BatchCase(model, batch, training, read_trees, ends)
 
 
 def has_trees(inputs: Inputs) -> bool:
