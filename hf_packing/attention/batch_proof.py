@@ -24,7 +24,8 @@ from hf_packing.attention.runs import Runner
 from hf_packing.attention.snapshot import temporarily
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
-from hf_packing.columns import KNOWN_COLUMNS, MAX_LENGTHS, TREE_BORDERS, TREE_COLUMNS
+from hf_packing.batch.segments import segments_in
+from hf_packing.columns import KNOWN_COLUMNS, TREE_BORDERS, TREE_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
@@ -79,7 +80,8 @@ class BatchCase(Case):
         self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
         trees = read_layout(self.inputs, True).documents
         self.places = torch.arange(trees.tokens, device=runner.device)
-        self.multiple = getattr(batch.get(MAX_LENGTHS[0]), "multiple", 1)
+        known = segments_in(batch)
+        self.multiple = 1 if known is None else known.multiple
         tokens = self.inputs["input_ids"].flatten()[self.places]
         super().__init__(runner, training, trees, ends or trees.leaves, tokens, _other_tokens(tokens, runner.model))
         self.replacements = [segments_to_replace(trees)]

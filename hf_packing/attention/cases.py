@@ -48,7 +48,7 @@ from hf_packing.attention.tolerance import (
     has_experts,
 )
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.batch.segments import LongestSegment, fill_up
+from hf_packing.batch.segments import LongestSegment, fill_up, segments_in
 from hf_packing.columns import IGNORED_LABEL, MAX_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.trees.segments import TreeSegments
@@ -407,7 +407,7 @@ class RowCase(Case):
         self.multiple = self.runner.multiple
         segments = torch.split(self.tokens, [*self.trees.lengths])
         batch = self.make_batch([each.tolist() for each in segments])
-        if isinstance(batch.get(MAX_LENGTHS[0]), LongestSegment):
+        if segments_in(batch) is not None:
             columns = {name: each for name, each in batch.items() if isinstance(each, Tensor | LongestSegment)}
             batch = {**batch, **fill_up(columns, align_tokens=self.multiple)}
             # a patched model then reads the borders, as of any collator

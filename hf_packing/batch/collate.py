@@ -13,11 +13,11 @@ import torch
 from hf_packing.batch.loader import refuse_dispatched_batches
 from hf_packing.batch.segments import (
     Batch,
-    LongestSegment,
-    borders_of,
+    BatchSegments,
     check_length,
     check_mask,
     check_shapes,
+    columns_of,
     fill_up,
     lengths_in_column,
     number_segments,
@@ -32,7 +32,6 @@ from hf_packing.columns import (
     KNOWN_COLUMNS,
     LABELS,
     PARENTS,
-    POSITION_IDS,
     SEGMENT_COLUMNS,
     SEQ_IDX,
     TOKEN_TYPE_IDS,
@@ -42,7 +41,7 @@ from hf_packing.columns import (
     loss_masks_in,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Array, IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import Array, IntArray, offsets_of
 from hf_packing.rows.packing_trace import LOST_FIRST_LABELS
 
 Row = Mapping[str, Any]
@@ -156,19 +155,18 @@ class PackingCollator:
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
         input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
         lengths = read_segment_lengths(rows, tokens)
-        positions, begin = torch.from_numpy(indices_in_ranges(0, lengths)[None]), offsets_of(lengths)[:-1]
-        is_own = [next(iter(row.get(SEQ_IDX, ())), 0) > COPIED_SEGMENT for row in rows]
+        begin = offsets_of(lengths)[:-1]
         labels = _labels_of(rows, tokens)
         if self.keep_first_labels:
             refuse_missing_first_labels(input_ids, labels, begin[lengths > 1])
         else:
             labels[begin] = IGNORED_LABEL
+        is_copy = [next(iter(row.get(SEQ_IDX, ())), 0) <= COPIED_SEGMENT for row in rows]
+        numbers = number_segments(~np.repeat(is_copy, [*map(len, tokens)])[begin])
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
-            POSITION_IDS: positions,
-            **borders_of(LongestSegment(int(lengths.max()), lengths.tolist(), first_labels=self.keep_first_labels)),
-            SEQ_IDX: number_segments(positions, torch.from_numpy(np.repeat(is_own, [*map(len, tokens)])[None])),
+            **columns_of(BatchSegments(lengths.tolist(), numbers, first_labels=self.keep_first_labels)),
             **_passed_on(rows, tokens),
         }
         return fill_up(batch, self.align_tokens, self.tokens, self.max_segments)

@@ -4,8 +4,8 @@ Filled tokens are no tokens of the dataset: they are in segments at the end of a
 """
 
 from collections.abc import Mapping, Sequence, Sized
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from hf_packing.columns import (
     SEQ_LENGTHS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Int64Array, IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import BoolArray, Int64Array, IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.rank_layout import RowPart
 from hf_packing.upstream.torch import DynamicInt
 
@@ -35,8 +35,28 @@ Batch = Mapping[str, Any]
 """A batch, or the keyword arguments of a model's forward."""
 
 
+class BatchSegments(NamedTuple):
+    """The segments of a batch, from which all of its columns with borders follow."""
+
+    lengths: Sequence[int]
+    """The number of tokens in each segment that is not empty."""
+    numbers: Sequence[int]
+    """The index of each segment in seq_idx."""
+    part: RowPart | None = None
+    """Which part of its row the batch has, if several ranks run the row together; its segments are then pieces."""
+    multiple: int = 1
+    """The number of tokens was filled up to a multiple of this number."""
+    first_labels: bool = False
+    """Whether first tokens keep their labels, for models that do not predict the next token."""
+
+    @property
+    def fillers(self) -> int:
+        """The number of segments that only fill up the batch, at its end."""
+        return self.numbers.count(PADDING_SEGMENT)
+
+
 class LongestSegment(DynamicInt):
-    """The length of the longest segment of a batch, as an int that also knows the length of each segment.
+    """The length of the longest segment of a batch, as an int that also knows the segments.
 
     A patched model then need not read the lengths from the device, which would wait for it. Everything else takes it
     for an int: Trainer and accelerate pass it on, workers pickle it, and torch.compile compiles a model once for all of
@@ -44,37 +64,26 @@ class LongestSegment(DynamicInt):
 
     Args:
         longest: the length of the longest segment, or a constant above it in batches of fixed shapes.
-        lengths: number of tokens in each segment that is not empty.
-        fillers: number of these segments that only fill up the batch, at its end.
-        part: which part of its row the batch has, if several ranks run the row together; its segments are then pieces.
-        multiple: the number of tokens was filled up to a multiple of this number.
-        first_labels: whether first tokens keep their labels, for models that do not predict the next token.
+        segments: the segments of the batch.
     """
 
-    lengths: tuple[int, ...]
-    fillers: int
-    part: RowPart | None
-    multiple: int
-    first_labels: bool
+    segments: BatchSegments
 
-    def __new__(
-        cls,
-        longest: int,
-        lengths: Sequence[int],
-        fillers: int = 0,
-        part: RowPart | None = None,
-        multiple: int = 1,
-        first_labels: bool = False,
-    ) -> "LongestSegment":
+    def __new__(cls, longest: int, segments: BatchSegments) -> "LongestSegment":
         self = super().__new__(cls, longest)
-        self.lengths, self.fillers, self.part = tuple(lengths), fillers, part
-        self.multiple, self.first_labels = multiple, first_labels
+        self.segments = segments
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LongestSegment, (int(self), *(getattr(self, name) for name in LongestSegment.__annotations__))
+        return LongestSegment, (int(self), self.segments)
 
     __repr__ = int.__repr__
+
+
+def segments_in(batch: Batch) -> BatchSegments | None:
+    """Return the segments of a batch of PackingCollator; None for other batches."""
+    longest = batch.get(MAX_LENGTHS[0])
+    return longest.segments if isinstance(longest, LongestSegment) else None
 
 
 def lengths_in_column(name: str, values: IntArray, tokens: int, row: int) -> IntArray:
@@ -227,29 +236,38 @@ def positions_of(lengths: Sequence[int], fillers: int) -> Int64Array:
         [0, 1, 2, 0, 1, 0, 1, 2, 0, 1]
     """
     positions: Int64Array = indices_in_ranges(0, np.array(lengths))
-    return positions % max(lengths[: len(lengths) - fillers])
+    return positions % max(lengths[: len(lengths) - fillers] or lengths)
 
 
-def borders_of(known: LongestSegment, device: torch.device | str = "cpu", empty: int = 0) -> dict[str, Any]:
-    """Return the columns with the borders between the segments of a batch, given their lengths, of which `empty` more
-    are 0."""
-    borders = torch.from_numpy(offsets_of([*known.lengths, *[0] * empty]).astype(np.int32)).to(device)
-    return {**dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
-
-
-def number_segments(positions: Tensor, is_own: Tensor) -> Tensor:
-    """Number the segments of a batch, from 0; but those of copies of rows from COPIED_SEGMENT down.
+def columns_of(
+    segments: BatchSegments, longest: int | None = None, device: torch.device | None = None, empty: int = 0
+) -> dict[str, Any]:
+    """Return the columns of a batch with the borders between its segments.
 
     Args:
-        positions: integers [1, tokens]: the position of each token in its segment.
-        is_own: bool [1, tokens]: False for the tokens of copies.
-
-    Returns:
-        seq_idx, int32 [1, tokens].
+        segments: the segments.
+        longest: the value of max_length_q/k; by default, the length of the longest segment.
+        device: where the columns are needed.
+        empty: number of empty segments after them.
     """
-    begins = positions == 0
-    own, copied = (begins & is_own).cumsum(1) - 1, COPIED_SEGMENT + 1 - begins.cumsum(1)
-    return torch.where(is_own, own, copied).to(torch.int32)
+    borders = torch.from_numpy(offsets_of([*segments.lengths, *[0] * empty]).astype(np.int32)).to(device)
+    positions, numbers = positions_of(segments.lengths, segments.fillers), np.array(segments.numbers, np.int32)
+    return {
+        POSITION_IDS: torch.from_numpy(positions[None]).to(device),
+        **dict.fromkeys(CU_SEQ_LENS, borders),
+        **dict.fromkeys(MAX_LENGTHS, LongestSegment(longest or max(segments.lengths), segments)),
+        SEQ_IDX: torch.from_numpy(np.repeat(numbers, segments.lengths)[None]).to(device),
+    }
+
+
+def number_segments(is_own: BoolArray) -> list[int]:
+    """Number the segments of a batch, from 0; but copies of rows from COPIED_SEGMENT down.
+
+    Args:
+        is_own: bool [segments]: False for copies.
+    """
+    numbers: list[int] = np.where(is_own, is_own.cumsum() - 1, COPIED_SEGMENT + 1 - (~is_own).cumsum()).tolist()
+    return numbers
 
 
 def with_segments_cut(batch: Batch, longest: int | None) -> dict[str, Any]:
@@ -271,15 +289,11 @@ def with_segments_cut(batch: Batch, longest: int | None) -> dict[str, Any]:
     """
     if longest is None or batch[MAX_LENGTHS[0]] <= longest:
         return dict(batch)
-    whole = batch[MAX_LENGTHS[0]]
-    lengths = [min(length - begin, longest) for length in whole.lengths for begin in range(0, length, longest)]
-    positions = batch[POSITION_IDS] % longest
-    return {
-        **batch,
-        POSITION_IDS: positions,
-        **borders_of(LongestSegment(longest, lengths, first_labels=whole.first_labels), positions.device),
-        SEQ_IDX: number_segments(positions, batch[SEQ_IDX] >= 0),
-    }
+    whole: BatchSegments = batch[MAX_LENGTHS[0]].segments
+    lengths = [[min(length - begin, longest) for begin in range(0, length, longest)] for length in whole.lengths]
+    numbers = number_segments(np.repeat(np.array(whole.numbers) >= 0, [*map(len, lengths)]))
+    cut = whole._replace(lengths=[*chain(*lengths)], numbers=numbers)
+    return {**batch, **columns_of(cut, longest, batch[INPUT_IDS].device)}
 
 
 def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:
@@ -299,14 +313,15 @@ def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:
     """
     places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
     own = {name: values[:, places] for name, values in batch.items() if name not in _OF_SEGMENTS}
-    kept = batch[MAX_LENGTHS[0]].first_labels
-    return {**own, **borders_of(LongestSegment(max(lengths), lengths, part=part, first_labels=kept))}
+    whole: BatchSegments = batch[MAX_LENGTHS[0]].segments
+    numbers = [whole.numbers[document] for document in part.pieces.document.tolist()]
+    return {**columns_of(whole._replace(lengths=lengths, numbers=numbers, part=part)), **own}
 
 
 def part_in(batch: Batch) -> RowPart | None:
     """Return which part of a row a batch is, if several ranks run the row together; else None."""
-    part: RowPart | None = getattr(batch.get(MAX_LENGTHS[0]), "part", None)
-    return part
+    segments = segments_in(batch)
+    return segments and segments.part
 
 
 def check_shapes(tokens: Any, max_segments: Any) -> tuple[int, int]:
@@ -337,7 +352,7 @@ def fill_up(
     Raises:
         PackingError: the batch has more than `tokens` tokens, or more segments than max_segments.
     """
-    given, segments = int(batch[CU_SEQ_LENS[0]][-1]), len(batch[MAX_LENGTHS[0]].lengths)
+    given, segments = int(batch[CU_SEQ_LENS[0]][-1]), len(batch[MAX_LENGTHS[0]].segments.lengths)
     missing = -given % align_tokens if tokens is None else tokens - given
     if missing < 0:
         raise PackingError(f"tokens: expected at most {tokens} tokens in the rows of a batch, got {given} tokens")
@@ -348,31 +363,39 @@ def fill_up(
             f"max_segments: expected at most {max_segments} segments in a batch, with the one that fills it up to "
             f"{tokens} tokens, got {needed} segments"
         )
-    filled = with_fillers(batch, fillers) if fillers else batch
-    known = filled[MAX_LENGTHS[0]]
-    known = LongestSegment(
-        tokens or int(known), known.lengths, known.fillers, multiple=align_tokens, first_labels=known.first_labels
-    )
-    return {**filled, **borders_of(known, empty=(max_segments or needed) - needed)}
+    if tokens is None and max_segments is None and align_tokens == 1:
+        return dict(batch)
+    return with_fillers(batch, fillers, (max_segments or needed) - needed, tokens, align_tokens)
 
 
-def with_fillers(batch: Batch, fillers: Sequence[int]) -> dict[str, Any]:
+def with_fillers(
+    batch: Batch, fillers: Sequence[int], empty: int = 0, longest: int | None = None, multiple: int = 1
+) -> dict[str, Any]:
     """Return a batch with segments of so many tokens at the end, which are no documents.
 
     Filled tokens repeat the first token of the batch, since a pad token changes the result of some models. They have
     the label -100, the index PADDING_SEGMENT, and 0 in other columns.
+
+    Args:
+        batch: a batch with one row, as PackingCollator makes it.
+        fillers: number of tokens in each of these segments.
+        empty: number of empty segments after them.
+        longest: the max_length of the batch; by default, the length of the longest segment.
+        multiple: the number of tokens is now a multiple of this number.
     """
-    known = batch[MAX_LENGTHS[0]]
-    lengths, number = [*known.lengths, *fillers], sum(fillers)
-    first: dict[str, int] = {INPUT_IDS: int(batch[INPUT_IDS][0, 0]), LABELS: IGNORED_LABEL, SEQ_IDX: PADDING_SEGMENT}
-    filled = {
-        name: F.pad(values, (0, number), value=first.get(name, 0))
-        for name, values in batch.items()
+    known: BatchSegments = batch[MAX_LENGTHS[0]].segments
+    filled = known._replace(
+        lengths=[*known.lengths, *fillers],
+        numbers=[*known.numbers, *[PADDING_SEGMENT] * len(fillers)],
+        multiple=multiple,
+    )
+    first: dict[str, int] = {INPUT_IDS: int(batch[INPUT_IDS][0, 0]), LABELS: IGNORED_LABEL}
+    values = {
+        name: F.pad(each, (0, sum(fillers)), value=first.get(name, 0)) if fillers else each
+        for name, each in batch.items()
         if name not in _OF_SEGMENTS
     }
-    filled[POSITION_IDS] = torch.from_numpy(positions_of(lengths, len(fillers)))[None]
-    known = LongestSegment(max(lengths), lengths, len(fillers), first_labels=known.first_labels)
-    return {**batch, **filled, **borders_of(known)}
+    return {**values, **columns_of(filled, longest, empty=empty)}
 
 
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)

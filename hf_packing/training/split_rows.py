@@ -37,10 +37,10 @@ class PartCollator:
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         batch = self.collate(rows)
-        layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].lengths))
+        layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
         if empty := int((layout.tokens == 0).sum()):  # every rank has to run something
             batch = with_fillers(batch, [1] * empty)
-            layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].lengths))
+            layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
         part = RowPart(layout, self.rank)
         weights, labels = weights_of(batch, self.loss), batch[LABELS]
         if not self.collate.keep_first_labels:  # a token predicts the label of the next one

@@ -21,7 +21,7 @@ from hf_packing.attention.kinds.kind import Batch, itself_uncompiled, refuse_ear
 from hf_packing.attention.kinds.rows import Rows
 from hf_packing.attention.layout import Layout, roots, within
 from hf_packing.attention.model import Arguments, Inputs, has_vocabulary
-from hf_packing.batch.segments import LongestSegment, fillers_in, lengths_between, positions_of, read_borders
+from hf_packing.batch.segments import fillers_in, lengths_between, positions_of, read_borders, segments_in
 from hf_packing.checks import expect
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, MAX_LENGTHS, PADDING_SEGMENT, SEQ_IDX
 from hf_packing.errors import PackingError
@@ -195,30 +195,28 @@ def read_layout(inputs: Inputs, training: bool = False) -> PackedLayout:
 
 def layout_of_collator(inputs: Inputs) -> PackedLayout | None:
     """Return the layout of a batch of PackingCollator without reading its tensors; None for other batches."""
-    longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
-    if not isinstance(longest, LongestSegment) or borders is None or len(borders) <= len(longest.lengths):
+    known, borders, tokens = segments_in(inputs), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
+    if known is None or borders is None or len(borders) <= len(known.lengths):
         return None
     is_written = not borders.is_inference() and borders._version  # in place, so the lengths may be of an earlier batch
-    if is_written or tokens.shape != (1, sum(longest.lengths)):
+    if is_written or tokens.shape != (1, sum(known.lengths)):
         return None
-    borders = borders.to(tokens.device)
-    return PackedLayout(borders, roots(longest.lengths), bound=int(longest), fillers=longest.fillers)
+    bound = int(inputs[MAX_LENGTHS[0]])
+    return PackedLayout(borders.to(tokens.device), roots(known.lengths), bound=bound, fillers=known.fillers)
 
 
 def _check_has_first_labels(inputs: Inputs) -> None:
     """Raise PackingError if PackingCollator has taken away labels of first tokens from a classifier of tokens."""
-    longest = inputs.get(MAX_LENGTHS[0])
-    if isinstance(longest, LongestSegment) and inputs.get("labels") is not None:
+    if (known := segments_in(inputs)) is not None and inputs.get("labels") is not None:
         of_model = "in PackingCollator, since the model does not predict tokens"
-        expect(True, of_model, keep_first_labels=longest.first_labels)
+        expect(True, of_model, keep_first_labels=known.first_labels)
 
 
 def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
     """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
     predict from the document before. PackingCollator makes such labels only if it is told to."""
     labels = inputs.get("labels")
-    is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
-    if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
+    if segments_in(inputs) is not None or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
     return {**inputs, "labels": labels.index_fill(1, first, IGNORED_LABEL)}
