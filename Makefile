@@ -66,6 +66,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m tools.size --check
 
 BENCHMARKS := plan strategies pack alignment trees tree_training tree_pairs score_trees lazy collate loader samplers long_documents two_ranks attention block_mask by_segment shapes patching first_batch head training padded_batches score masking streams mixtures lockstep fleet_pack startup
 

@@ -2,6 +2,7 @@
 
     python -m tools.size                # this tree
     python -m tools.size v0.1.0         # and how much it was at v0.1.0
+    python -m tools.size --check        # fails if a room of the package is above its budget in size_budgets.toml
 
 Nodes are those of the syntax trees without docstrings, also those of fields, so that dense lines gain nothing. A
 function has a single use if its name is read once in the package, imports aside; dunder methods, which Python calls,
@@ -12,7 +13,9 @@ import argparse
 import ast
 import io
 import subprocess
+import sys
 import tarfile
+import tomllib
 from collections import Counter
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
+
+BUDGETS = Path(__file__).with_name("size_budgets.toml")
 
 PACKAGE = "hf_packing"
 
@@ -91,11 +96,27 @@ def sources_at(revision: str) -> Sources:
         return {member.name: files.extractfile(member).read().decode() for member in members}  # type: ignore[union-attr]
 
 
+def above_budgets(sizes: dict[str, Size], budgets: dict[str, int]) -> list[str]:
+    """Return a line for each room of the package with more nodes than its budget, which is 0 if it has none."""
+    nodes = {room: size.nodes for room, size in sizes.items() if room.startswith(PACKAGE)}
+    return [
+        f"{room}: expected at most {budgets.get(room, 0):,} nodes, got {number:,}"
+        for room, number in nodes.items()
+        if number > budgets.get(room, 0)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", help="another revision, as git names it")
-    revision = parser.parse_args().revision
+    parser.add_argument("--check", action="store_true", help="fail if a room is above its budget")
+    arguments = parser.parse_args()
+    revision = arguments.revision
     here = sizes_of(sources_here())
+    if arguments.check:
+        if above := above_budgets(here, tomllib.loads(BUDGETS.read_text("utf-8"))):
+            sys.exit("\n".join([*above, "make the room smaller, or raise its budget in tools/size_budgets.toml"]))
+        return
     there = sizes_of(sources_at(revision)) if revision else {}
     table = Table("folder", box=None, pad_edge=False)
     for heading in ("files", "lines", "nodes", "functions", "single use"):

@@ -309,7 +309,7 @@ def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:
         >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8, 9]}, {"input_ids": [1, 2]}])
         >>> own = part_of(batch, RowPart(lay_out([5, 2], ranks=2, max_tokens=4), rank=0))
         >>> own["input_ids"].tolist(), own["position_ids"].tolist(), own["cu_seq_lens_q"].tolist()
-        ([[5, 6, 9]], [[0, 1, 4]], [0, 2, 3])
+        ([[5, 6, 9, 2]], [[0, 1, 4, 1]], [0, 2, 3, 4])
     """
     places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
     own = {name: values[:, places] for name, values in batch.items() if name not in _OF_SEGMENTS}

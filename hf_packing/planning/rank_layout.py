@@ -23,12 +23,9 @@ LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
 model of width 2048."""
 
-_SHARES = (1.0, 0.5, 0.25, 0.1)
-"""A document stays whole if its work is at most this share of the mean work of a rank. If the layout is then uneven,
-the next share is tried. The fewer documents are split, the fewer tokens are exchanged."""
-
-_EVEN = 0.98
-"""A layout is even enough if the mean work of its ranks is at least this share of the largest."""
+_SHARE = 1 / 3
+"""Documents are split into parts that have at most this share of the mean work of a rank. Larger parts leave ranks less
+evenly busy; smaller ones split more documents, so that more tokens are exchanged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +86,9 @@ def lay_out(
 ) -> RankLayout:
     """Lay the documents of a row out on the ranks of a block, with about equal work on all ranks.
 
-    Documents are placed in turn, costliest first, on the ranks with the least work so far that have room. A document
-    takes as few ranks as its tokens and its work allow. On each of several ranks it has two chunks, one from either
-    end. If it has no room as a whole, or in equal parts, it fills the free space of several ranks.
+    Documents are placed in turn, longest first, on the ranks with the least work so far that have room. The work of a
+    document decides its number of equal parts. A part is both ends of what the parts before it have left. If too few
+    ranks have room for equal parts, the ranks with the most room take as much as they have room for.
 
     Args:
         lengths: integers [documents], tokens: the length of each document of the row, at least 1. All together have at
@@ -103,7 +100,7 @@ def lay_out(
 
     Returns:
         RankLayout. The same arguments give the same layout. A rank is empty only if the row has fewer documents than
-        there are ranks, and none of them has 2 * ranks tokens.
+        there are ranks, and none of them has ranks * ranks tokens.
 
     Source:
         Two chunks for each rank, one from either end, are those of Llama 3, arXiv 2407.21783, Section 3.3.2.
@@ -116,66 +113,25 @@ def lay_out(
     row = np.asarray(lengths, dtype=np.int64)
     assert row.min() > 0
     assert row.sum() <= ranks * max_tokens
-    for share in _SHARES:
-        pieces, work = _place(row, ranks, max_tokens, linear_cost, share)
-        if sum(work) >= _EVEN * ranks * max(work):
-            break
-    rank, document, start, end = np.array(sorted(pieces), dtype=np.int64).T
-    return RankLayout(row, Pieces(document, start, end - start), rank, ranks)
-
-
-def _place(
-    row: IntArray, ranks: int, max_tokens: int, linear_cost: float, share: float
-) -> tuple[list[tuple[int, int, int, int]], list[float]]:
-    """Place the documents of a row, and split those whose work is more than a share of the mean work of a rank.
-
-    Returns:
-        The pieces (rank, document, start, end), in any order, and the work of each rank.
-    """
     cost = linear_cost * row + row * row
-    parts_by_cost = np.ceil(cost * ranks / (cost.sum() * share))
-    room, work, pieces = [max_tokens] * ranks, [0.0] * ranks, []
+    parts_of = np.ceil(cost * ranks / (cost.sum() * _SHARE)).clip(max=ranks).astype(int)
+    room, work, found = [max_tokens] * ranks, [0.0] * ranks, []
     for document in np.argsort(-row, kind="stable").tolist():
-        length, parts = int(row[document]), range(1, 2)
-        if length >= 2 * ranks:  # else chunks would be empty
-            fewest = max(int(parts_by_cost[document]), -(-length // max_tokens), ranks + 1 - len(row))
-            parts = range(min(fewest, ranks), ranks + 1)
-        for number in parts:
-            with_room = [rank for rank in range(ranks) if room[rank] * number >= length]
-            if len(with_room) >= number:
-                slices = _zigzag(sorted(sorted(with_room, key=work.__getitem__)[:number]), length)
-                break
-        else:
-            slices = _in_free_space(room, length)
-        for rank, start, end in slices:
-            pieces.append((rank, document, start, end))
-            room[rank] -= end - start
-            work[rank] += linear_cost * (end - start) + end * end - start * start
-    return pieces, work
-
-
-def _zigzag(ranks: list[int], length: int) -> list[tuple[int, int, int]]:
-    """Cut a document into two chunks for each rank, and return (rank, start, end): first and last for the first rank.
-
-    Both chunks of the last rank are next to each other, so they are one slice. No rank gets more than its equal part of
-    the tokens, rounded up.
-    """
-    chunks = 2 * len(ranks)
-    size, longer = divmod(length, chunks)  # the first chunks have a token more
-    cuts = [chunk * size + min(chunk, longer) for chunk in range(chunks + 1) if chunk != len(ranks)]
-    there_and_back = [*ranks, *reversed(ranks[:-1])]
-    return list(zip(there_and_back, cuts, cuts[1:], strict=False))
-
-
-def _in_free_space(room: list[int], length: int) -> list[tuple[int, int, int]]:
-    """Cut a document into slices that fill the ranks with the most room, and return (rank, start, end)."""
-    slices, start = [], 0
-    for rank in sorted(range(len(room)), key=lambda rank: -room[rank]):
-        if start < length:
-            end = min(length, start + room[rank])
-            slices.append((rank, start, end))
-            start = end
-    return slices
+        start, end, parts = 0, int(row[document]), int(parts_of[document])
+        largest = -(-end // parts)
+        if sorted(room)[-parts] < largest:
+            largest = end  # each rank takes as much as it has room for
+        for rank in sorted(range(ranks), key=lambda rank: (max(largest - room[rank], 0), work[rank])):
+            tokens = min(room[rank], largest, end - start)
+            tail = tokens // 2 if tokens < end - start else 0
+            for first, last in ((start, start + tokens - tail), (end - tail, end)):
+                if first < last:
+                    found.append((rank, document, first, last))
+                    work[rank] += linear_cost * (last - first) + last * last - first * first
+            start, end = start + tokens - tail, end - tail
+            room[rank] -= tokens
+    on_rank, of_document, starts, ends = np.array(sorted(found), dtype=np.int64).T
+    return RankLayout(row, Pieces(of_document, starts, ends - starts), on_rank, ranks)
 
 
 @dataclass(frozen=True)

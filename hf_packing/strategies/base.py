@@ -148,7 +148,7 @@ class Strategy(_Arguments, ABC):
         return self if self.seed is None else replace(self, seed=derive_seed(self.seed, purpose))  # type: ignore[call-arg]
 
     def __call__(self, batch: Any, *, keep_first_labels: bool = False) -> Any:
-        from hf_packing.rows.map_batch import pack_batch
+        from hf_packing.rows.map_batch import pack_batch  # imported here, since planning needs no datasets
 
         return pack_batch(batch, self, keep_first_labels)
 

@@ -38,8 +38,8 @@ class PartCollator:
     def __call__(self, rows: Sequence[Row]) -> Batch:
         batch = self.collate(rows)
         layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
-        if empty := int((layout.tokens == 0).sum()):  # every rank has to run something
-            batch = with_fillers(batch, [1] * empty)
+        if layout.tokens.min() == 0:  # every rank has to run something, and with as many segments as ranks, it does
+            batch = with_fillers(batch, [1] * (layout.num_ranks - len(layout.lengths)))
             layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
         part = RowPart(layout, self.rank)
         weights, labels = weights_of(batch, self.loss), batch[LABELS]

@@ -113,11 +113,11 @@ def test_lengths_travel_as_an_int():
     assert repr(longest) == str(max(lengths))
     copies = [pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch), send_to_device(batch, "cpu")]
     for each in copies:
-        assert each["max_length_q"].lengths == lengths
+        assert each["max_length_q"].segments.lengths == [*lengths]
     (from_worker,) = torch.utils.data.DataLoader(
         [{"input_ids": [5, 6]}, {"input_ids": [7]}], batch_size=2, collate_fn=hfp.PackingCollator(), num_workers=1
     )
-    assert from_worker["max_length_q"].lengths == (2, 1)
+    assert from_worker["max_length_q"].segments.lengths == [2, 1]
 
 
 def test_torch_compile_compiles_a_model_once_for_all_lengths():

@@ -97,7 +97,7 @@ def test_aligned_batches_are_the_literal_ones_and_are_read_with_their_documents(
     fillers = len(of_segments) - number
     assert (row.lengths, row.fillers) == (known.lengths, known.fillers) == (tuple(of_segments), fillers)
     copied = pickle.loads(pickle.dumps(batch["max_length_q"]))
-    assert (copied.fillers, copied.multiple) == (fillers, align_tokens)
+    assert (copied.segments.fillers, copied.segments.multiple) == (fillers, align_tokens)
     assert documents_in(batch) == documents_in(given)
     assert micro_batch_counts([batch], "token").tolist() == micro_batch_counts([given], "token").tolist()
     if not fillers:

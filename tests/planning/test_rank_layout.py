@@ -61,19 +61,20 @@ def test_a_piece_is_all_that_a_rank_holds_in_a_row_of_a_document(row, linear_cos
 
 
 @given(row=rows(), linear_cost=LINEAR_COSTS)
-def test_small_documents_are_whole_unless_no_rank_has_room(row, linear_cost):
+def test_documents_of_little_work_are_whole_unless_no_rank_has_room(row, linear_cost):
     lengths, ranks, max_tokens = row
     layout = lay_out(*row, linear_cost)
+    work = [linear_cost * length + length**2 for length in lengths]
     for document, length in enumerate(lengths):
         on_ranks = np.unique(layout.rank[layout.pieces.document == document])
-        if length < 2 * ranks and len(on_ranks) > 1:
+        if 3.001 * work[document] * ranks < sum(work) and len(on_ranks) > 1:
             assert (max_tokens - layout.tokens).max() < length
 
 
-@given(row=rows(), linear_cost=LINEAR_COSTS)
+@given(row=rows(longest=120), linear_cost=LINEAR_COSTS)
 def test_no_rank_is_empty_if_documents_are_enough_for_all(row, linear_cost):
     lengths, ranks, _ = row
-    if len(lengths) >= ranks or max(lengths) >= 2 * ranks:
+    if len(lengths) >= ranks or max(lengths) >= ranks * ranks:
         assert lay_out(*row, linear_cost).tokens.min() > 0
 
 
@@ -131,7 +132,8 @@ def full_row(ranks, rng):
 def test_a_full_row_of_many_documents_is_level(ranks, linear_cost, rng):
     layout = lay_out(full_row(ranks, rng), ranks, 16384, linear_cost)
     assert layout.tokens.tolist() == [16384] * ranks
-    assert evenness(linear_cost * layout.tokens + layout.attention_cost) > 0.97
+    work = linear_cost * layout.tokens + layout.attention_cost
+    assert evenness(work) > (0.95 if linear_cost else 0.9)  # linear layers take the same time for every token
 
 
 def test_few_documents_are_split_if_short_ones_level_the_work(rng):

@@ -29,7 +29,7 @@ from hf_packing.trees.segments import TreeSegments
 from tools import compare_revisions, kernel_signatures
 from tools.compare_revisions import ROOT, WORKLOADS, _time_revision, compare
 from tools.kernel_signatures import SIGNATURES, Package, function_with, main, read_packages, signature_in
-from tools.size import Size, count_nodes, sizes_of
+from tools.size import Size, above_budgets, count_nodes, sizes_of
 from tools.survey import measure as measure_module
 from tools.survey import pictures, trees
 from tools.survey import ranks as ranks_module
@@ -638,6 +638,14 @@ def test_folders_and_functions_with_a_single_use():
     assert (rows.files, rows.lines, rows.functions, rows.single_use) == (2, 5, 3, 1)
     assert found["tests"].functions == 1
     assert Size(1, 2, 3, 4, 5) + Size(1, 1, 1, 1, 1) == Size(2, 3, 4, 5, 6)
+
+
+def test_rooms_above_their_budgets():
+    sizes = {name: Size(nodes=1500) for name in ("hf_packing", "hf_packing/rows", "hf_packing/new", "tests")}
+    assert above_budgets(sizes, {"hf_packing": 1500, "hf_packing/rows": 1499, "hf_packing/gone": 7}) == [
+        "hf_packing/rows: expected at most 1,499 nodes, got 1,500",
+        "hf_packing/new: expected at most 0 nodes, got 1,500",
+    ]
 
 
 def test_tiny_models_are_small_and_their_weights_large_where_values_are_free():

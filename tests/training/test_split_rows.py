@@ -13,6 +13,8 @@ import pytest
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from chunks import chunks_of
+from hypothesis import example, given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
 from tiers import rarely
@@ -26,6 +28,8 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model
+from hf_packing.training.losses import COUNTS
+from hf_packing.training.split_rows import PartCollator
 from tools.tiny_model import tiny_model
 
 MICRO_BATCHES, STEPS = 4, 5
@@ -216,6 +220,16 @@ def test_evaluation_is_that_of_one_process(tmp_path):
         assert part < 0.6 * whole
 
 
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4), ranks=st.integers(2, 8))
+@example(lengths=[11], ranks=5)
+def test_every_rank_has_tokens_however_few_a_row_has(lengths, ranks):
+    rows, layout = [{"input_ids": [*range(5, 5 + length)]} for length in lengths], budget(ranks).lay_out
+    parts = [PartCollator(hfp.PackingCollator(), layout, rank, "token")(rows) for rank in range(ranks)]
+    assert all(part["input_ids"].numel() for part in parts)
+    tokens, documents = np.sum([part[COUNTS].tolist() for part in parts], axis=0)[:2]
+    assert (tokens, documents) == (sum(lengths), len(lengths))
+
+
 def route(folder):
     """The loss of routers on two ranks, and the mean over the parts of the row, by their labels."""
     accelerator = Accelerator(cpu=True)
@@ -228,11 +242,11 @@ def route(folder):
     for model.router_aux_loss_coef in (1.0, 0.0):
         losses.append(accelerator.reduce(hfp.compute_loss(model, batch).detach(), reduction="mean").item())
     row = hfp.PackingCollator()([data[number] for number, _ in loader.plan.micro_batch(0, 0)])
-    logits, part = model(**row).router_logits, batch["max_length_q"].part
+    logits, part = model(**row).router_logits, batch["max_length_q"].segments.part
     places = torch.from_numpy(part.layout.places(part.rank))
     of_part = load_balancing_loss_func(tuple(layer[places] for layer in logits), 4, 2).detach()
     items = (batch["targets"] != -100).sum()
-    share = items / accelerator.reduce(items)
+    share = items.double() / accelerator.reduce(items)
     expected = accelerator.reduce(of_part * share).item()
     assert abs(expected - load_balancing_loss_func(logits, 4, 2).item()) > 1e-3, "that of the whole row"
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps([losses[0] - losses[1], expected]))
