@@ -395,7 +395,7 @@ def with_fillers(
         for name, each in batch.items()
         if name not in _OF_SEGMENTS
     }
-    return {**values, **columns_of(filled, longest, empty=empty)}
+    return {**batch, **values, **columns_of(filled, longest, empty=empty)}
 
 
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)
