@@ -10,7 +10,6 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched, temporarily
@@ -83,8 +82,6 @@ class Attached(AttachedBatches, ABC):
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self.expected: dict[str, Any] = {}
         """What must not change after attach, by name."""
-        self.modules: dict[str, nn.Module] = {}
-        """The modules of the model at the first batch of a training, by name."""
 
     @abstractmethod
     def settle(self, trainer: Trainer) -> None:
@@ -107,18 +104,6 @@ class Attached(AttachedBatches, ABC):
                 raise PackingError(
                     f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )
-
-    def check_modules(self, model: nn.Module) -> None:
-        """Raise PackingError if a module of the model is not the one that it was at the first batch of the training,
-        since nothing is proven of another one."""
-        current = dict(model.named_modules())
-        self.modules = self.modules or current
-        if current != self.modules:
-            name = next(each for each in self.modules | current if current.get(each) is not self.modules.get(each))
-            raise PackingError(
-                f"model: expected the modules of the first batch, but {name!r} is another one now, of which nothing is "
-                "proven; call attach again after a change"
-            )
 
     def loader_of(self, trainer: Trainer, source: Any) -> Any:
         """Return a loader of a source, with the settings of the trainer's arguments."""

@@ -45,7 +45,6 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     def train(self, *args: Any, **kwargs: Any) -> Any:
         on_all_ranks(lambda _: self.attached.check(self))
         self.attached.step_counts = StepCounts(getattr(self.attached.source, "sources", ()))
-        self.attached.modules = {}
         return super().train(*args, **kwargs)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
@@ -64,8 +63,7 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         """Return this rank's micro-batches of a step, and the number of items in the step on all ranks: trainable
         tokens, documents, or what else the loss is a mean of."""
         state = self.attached
-        state.check(self)  # a callback may have changed an argument or a module
-        state.check_modules(self.model)
+        state.check(self)  # a callback may have changed an argument
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
