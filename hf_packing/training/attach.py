@@ -26,11 +26,10 @@ from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
-from hf_packing.training.trainer import PackedTrainer, StreamTrainer, UnpaddedTrainer, WholeRowTrainer
+from hf_packing.training.trainer import PackedTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.trees.forest import check_fewest_shared
 
 _PICTURES = {"image", "images", "pixel_values"}
@@ -158,7 +157,6 @@ def attach(
             kind: Any = type(plain)
             trainer.attached = AttachedBatches(plain, prove)
             trainer.__class__, trainer.data_collator = _subclass_with(UnpaddedTrainer, kind), plain.data_collator
-            trainer.remove_callback(BatchesOfCheckpoint)
         return unpadded
     expect(False, "beside a batching; pass it to TokenBudget", share_prefixes=share_prefixes)
     plain = without_attach(trainer)
@@ -178,8 +176,7 @@ def attach(
         check_trainer(plain, of_packs)
         state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
         check_columns("attach", plain.train_dataset, state.reading.takes)
-        is_stream = isinstance(plain.train_dataset, datasets.IterableDataset)
-        return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, own)
+        return state, _subclass_with(PackedTrainer, own)
 
     state, kind = on_all_ranks(plan)
     if state.batching.ranks_per_block > 1:
@@ -189,9 +186,6 @@ def attach(
         summary = on_all_ranks(lambda _: state.summary(plain))
     trainer.attached, trainer.__class__ = state, kind
     trainer.data_collator = state.collator
-    trainer.remove_callback(BatchesOfCheckpoint)
-    if not issubclass(kind, StreamTrainer):
-        trainer.add_callback(BatchesOfCheckpoint)
     state.expected = decided_by(trainer)
     return summary
 

@@ -80,6 +80,8 @@ class Attached(AttachedBatches, ABC):
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
+        self.first_step: int | None = None
+        """The number of optimizer steps before the first one of the training."""
         self.expected: dict[str, Any] = {}
         """What must not change after attach, by name."""
 
