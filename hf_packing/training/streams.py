@@ -239,7 +239,8 @@ class StreamedRows:
         )
 
     def first_rows(self, count: int) -> Any:
-        return islice(self.dataset, count)
+        """Return what the trained columns of a few rows of the stream have."""
+        return [{name: row[name] for name in self.names if name in row} for row in islice(self.dataset, count)]
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Do nothing: how many labels a stream has is not known."""
