@@ -28,6 +28,7 @@ from hf_packing.columns import (
     KNOWN_COLUMNS,
     LABELS,
     SEGMENT_COLUMNS,
+    SOURCE,
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
 )
@@ -231,7 +232,7 @@ def open_source(
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
         )
-        known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
+        known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS, SOURCE]
         names = [each for each in (*known, *more) if each in streams.features and each not in reading.unread]
         streamed = StreamedRows(
             streams,

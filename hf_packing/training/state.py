@@ -189,12 +189,12 @@ class AttachedPacks(Attached):
             loss=loss,
         )
         planned_from.note_settings(tokens=shapes[0], max_segments=shapes[1])
-        evaluation = trainer.eval_dataset
+        evaluation, named = trainer.eval_dataset, {"eval_dataset": trainer.eval_dataset}
         if isinstance(evaluation, dict):
             named = {f"eval_dataset[{name!r}]": each for name, each in evaluation.items()}
-        else:
-            named = {} if evaluation is None else {"eval_dataset": evaluation}
-        self.evaluated = [self.open_evaluation(trainer, *each, planned_from) for each in named.items()]
+        self.evaluated = [
+            self.open_evaluation(trainer, *each, planned_from) for each in named.items() if each[1] is not None
+        ]
         """The sources of the evaluation datasets that the trainer has at attach."""
 
     def __str__(self) -> str:

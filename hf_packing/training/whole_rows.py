@@ -195,12 +195,13 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
         return once if once == twice else bytes(8)  # the collator is random
 
     numbers = rows_to_sample(len(dataset)).tolist()
+    sample = b"".join(map(sampled, numbers))
     if pixels_per_patch is None and (in_column := _sizes_in_column(dataset)) is not None:
         by_length = np.argsort(in_column.tokens, kind="stable")
         asked = {*numbers, *by_length[:8].tolist(), *by_length[-8:].tolist()}
         tokens, squares = in_column.tokens, in_column.squared_lengths
         if all(_tokens_and_squares(alone(row)) == (tokens[row], squares[row]) for row in asked):
-            return replace(in_column, sample=b"".join(map(sampled, numbers)))
+            return replace(in_column, sample=sample)
     measured = []
     for number in tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows"):
         batch = alone(number)
@@ -212,7 +213,7 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
         (tokens > 0).astype(np.int64),
         squares,
         patches=of_pictures if of_pictures.any() else None,
-        sample=b"".join(map(sampled, numbers)),
+        sample=sample,
     )
 
 
