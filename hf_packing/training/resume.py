@@ -57,17 +57,20 @@ def batches_resumed(trainer: Any, folder: Any) -> Iterator[None]:
 def save_batches(trainer: Any, folder: Path) -> None:
     """Write the state of a training's batches into a checkpoint; all ranks call this together.
 
-    Nothing is written if the number of steps does not tell the place in the epoch.
+    None is written if the number of steps does not tell the place in the epoch.
     """
-    state, source = trainer.attached, trainer.attached.source
+    state, source, file = trainer.attached, trainer.attached.source, ROWS_FILE
     if isinstance(source, StreamedRows):
-        file, saved = STREAM_FILE, trainer.callback_handler.train_dataloader.state_dict()
+        saved, file = trainer.callback_handler.train_dataloader.state_dict(), STREAM_FILE
     elif trainer.args.ignore_data_skip and state.first_step % source.sampler.optimizer_steps:
-        return
+        saved = None
     else:
-        file, saved = ROWS_FILE, source.sampler.plan_inputs()
+        saved = source.sampler.plan_inputs()
     if trainer.args.should_save:
-        save_state(saved, folder / file)
+        for name in (ROWS_FILE, STREAM_FILE):  # of an earlier run
+            (folder / name).unlink(missing_ok=True)
+        if saved is not None:
+            save_state(saved, folder / file)
 
 
 class ResumedStream(TrainerCallback):  # type: ignore[misc]  # transformers has no types
