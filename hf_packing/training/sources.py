@@ -186,7 +186,7 @@ class PackedRows:
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        batches = batches_loader(self.rows, self.sampler, self._collator(accelerator, collate), **options)
+        batches = batches_loader(self.rows, self._collator(accelerator, collate), **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
@@ -225,8 +225,8 @@ def open_source(
     """
     rank, world_size = data_rank(accelerator)
     if in_order is None:
-        planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=loss)
-        planned_from.note_settings(shuffles_of_numpy=shuffles_of_numpy())
+        settings = {"batching": batching, "gradient_accumulation_steps": accumulation, "loss": loss}
+        planned_from.note_settings(**settings, shuffles_of_numpy=shuffles_of_numpy())
     more = passed_on(dataset, reading.takes)
     if isinstance(dataset, datasets.IterableDataset):
         streams, rows_per_batch, max_tokens = training_stream(
@@ -249,11 +249,10 @@ def open_source(
         planned_from.note_settings(**{name: streamed})
         return streamed
     check_map_style(name, dataset)
-    together = 1 if in_order is not None or batching is None else batching.ranks_per_block
-    if world_size < accelerator.num_processes:
-        expect(1, "with tensor parallelism", max_ranks_per_document=together)
     plans = in_order or batching
     assert plans is not None
+    if world_size < accelerator.num_processes:
+        expect(1, "with tensor parallelism", max_ranks_per_document=plans.ranks_per_block)
     if plans.fewest_shared is not None:
         assert isinstance(plans, TokenBudget)
         how = plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more, plans.max_length

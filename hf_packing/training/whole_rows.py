@@ -119,7 +119,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
     def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
-        return on_device(batches_loader(self, self.sampler, self.collated, **options), accelerator)
+        return on_device(batches_loader(self, self.collated, **options), accelerator)
 
 
 def _tokens_and_squares(batch: Any) -> tuple[int, int]:
