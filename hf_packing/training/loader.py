@@ -270,11 +270,6 @@ class PackedLoader(StepLoader):
             PackingError: the state is of another version, or was saved with a different dataset, batching, loss or
                 product of ranks and gradient_accumulation_steps.
         """
-        if "steps" not in state:
-            raise PackingError(
-                f"state: expected one that this version of hf_packing has saved, with 'steps', got {', '.join(state)}; "
-                "go on with the version that saved it, or start the epoch again"
-            )
         self._sampler.check_can_resume(state)
         self.epoch = state["epoch"]
         self._begin_at_step(state["steps"])
