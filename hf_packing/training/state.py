@@ -55,7 +55,7 @@ class AttachedBatches:
     """The state that `attach` stores as `trainer.attached`, of a trainer that keeps its own batches."""
 
     def __init__(self, trainer: Trainer, prove: ProveInTraining) -> None:
-        self.kind = type(trainer)
+        self.kind: Any = type(trainer)
         """The trainer's class before attach."""
         self.own_collator = self.collator = trainer.data_collator
         """The trainer's collator before attach, and after it."""
@@ -158,7 +158,7 @@ class AttachedPacks(Attached):
         if shapes != (None, None):
             batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)
-        self.loss, self.shapes = loss, shapes
+        self.loss = loss
         self.max_tokens = shapes[0] or batching.most_tokens
         self.collator = collator_for(trainer.model, *shapes, batching.align_tokens)
         self.reading = Reading.of_trainer(trainer)
@@ -209,10 +209,10 @@ class AttachedPacks(Attached):
         """Return the source of an evaluation: rows in the order of the dataset, each on one or more ranks."""
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
-        rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
+        rows, max_segments = trainer.args.per_device_eval_batch_size, self.collator.max_segments
         in_order = InOrder(rows, max_tokens=self.batching.most_tokens, ranks=ranks)
-        if tokens is not None and max_segments is not None:
-            in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
+        if max_segments is not None:  # batches of fixed shapes
+            in_order = InOrder(max_tokens=self.max_tokens, max_documents=max_segments - 1)
         if isinstance(self.batching, TokenBudget):
             in_order = replace(in_order, max_length=self.batching.max_length, overflow=self.batching.overflow)
         source = open_source(
@@ -258,7 +258,7 @@ class AttachedPacks(Attached):
     def _check_rows(self, trainer: Trainer, source: Source) -> None:
         """Check that the model takes the rows, and that the loss can be that of rows of trees and of rows on several
         ranks: the cross-entropy."""
-        check_takes_rows(trainer.model, source, self.batching, self.shapes)
+        check_takes_rows(trainer.model, source, self.batching, (self.collator.tokens, self.collator.max_segments))
         if not source.shares_prefixes and self.batching.ranks_per_block == 1:
             return
         args = trainer.args

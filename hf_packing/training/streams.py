@@ -354,8 +354,8 @@ def _without_end(streams: PackedExamples, positions: dict[int, Position]) -> Ite
     """Yield turns from some positions on, and then turns of ended logical streams, without an end."""
     yield from streams.turns(positions)
     for stream in cycle(streams.owned):
-        turns_so_far, *at = positions[stream]
-        positions[stream] = turns_so_far + 1, *at
+        turns_so_far, window, rows_out = positions[stream]
+        positions[stream] = turns_so_far + 1, window, rows_out
         yield Turn(stream, None, positions[stream])
 
 

@@ -41,14 +41,14 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
 
     attached: Attached
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        state, folder = self.attached, resume_from_checkpoint
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        state, folder = self.attached, args[0] if args else kwargs.get("resume_from_checkpoint")
         on_all_ranks(lambda _: state.check(self))
         state.step_counts, state.first_step = StepCounts(getattr(state.source, "sources", ())), None
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
         with batches_resumed(self, folder):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
@@ -265,13 +265,10 @@ def _gathering_uneven_tensors(accelerator: Accelerator) -> Iterator[None]:
 
     Trainers of TRL gather metrics of the rows of a batch. Under a token budget, ranks have different numbers of rows.
     """
-    if accelerator.num_processes == 1:
-        yield
-        return
     gather = accelerator.gather
 
     def gather_uneven(values: Any) -> Any:
-        if not isinstance(values, Tensor) or not values.ndim:
+        if accelerator.num_processes == 1 or not isinstance(values, Tensor) or not values.ndim:
             return gather(values)
         return torch.cat([each.to(values.device) for each in gather_object([values.detach().cpu()])])
 
