@@ -88,8 +88,8 @@ def find_loss_unit(trainer: Trainer, checked: CheckedRows, named: str | None) ->
     raise PackingError(
         f"loss_unit: expected {expected}, of which the loss of {what} is a mean, but it is {together.loss} on some "
         f"rows, and {' and '.join(str(each.loss) for each in steps)} on parts of them{fits}. Its gradient would depend "
-        "on which rows share a micro-batch, as that of a loss which reads padding does. attach(trainer, None) keeps the trainer's "
-        "batches, and takes out their padding"
+        "on which rows share a micro-batch, as that of a loss which reads padding does. attach(trainer, None) keeps "
+        "the trainer's batches, and takes out their padding"
     )
 
 
