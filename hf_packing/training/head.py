@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention import compiles_forward, inner_model, labels_of_trees, temporarily
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
 from hf_packing.upstream.torch import WITHOUT_VALUES, PlainTensors, backward_hooks, subclassed, tree_leaves, tree_map
 
@@ -47,9 +46,12 @@ Reducer = Callable[[Tensor, slice], Tensor]
 class Weighting(NamedTuple):
     """A weighted sum of cross-entropies, which takes the place of the cross-entropy that a model computes."""
 
-    following: NextTokens
+    rows: Tensor
+    """The token that predicts each label, int64 [labels]."""
+    labels: Tensor
+    """int64 [labels]."""
     weights: Tensor
-    """float [1, tokens]: the weight of each token's label."""
+    """float [labels]: the weight of each label."""
     items: Any
     """The number by which the model divides the sum, or by which the sum is divided if the model takes a mean."""
 
@@ -339,10 +341,9 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})
     if head.weighting is not None:
-        (rows, tokens, labels), of_tokens, items = head.weighting
-        weights = of_tokens[0, tokens]
+        rows, labels, weights, items = head.weighting
         places = logits.tokens("cpu")
-        is_whole = len(places) >= of_tokens.shape[1] - 1 and torch.equal(places, torch.arange(len(places)))
+        is_whole = len(places) >= head.shape[1] - 1 and torch.equal(places, torch.arange(len(places)))
         if reduction == "none" or options["label_smoothing"] or not is_whole:
             raise PackingError(
                 "loss: expected a cross-entropy of the logits of all tokens of a batch, with reduction='sum' or 'mean' "

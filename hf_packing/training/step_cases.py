@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -279,8 +279,7 @@ class TrainerCase(PackedCase):
                     each[0, begin:].tolist() for each in (documents[number][name], batch[name][:, is_token])
                 )
                 if found != expected:
-                    pairs = enumerate(zip(found, expected, strict=False))
-                    place = next((place for place, (one, other) in pairs if one != other), 0)
+                    place = next(n for n, (one, other) in enumerate(zip_longest(found, expected)) if one != other)
                     here = slice(place, place + 4)
                     raise PackingError(
                         f"{name}: expected those of the trainer's own collator, {expected[here]} from token "
