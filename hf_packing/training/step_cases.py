@@ -230,8 +230,8 @@ class PackedCase(StepCase):
 class TrainerCase(PackedCase):
     """A step of a trainer that trains on packed batches.
 
-    The packed step has its documents twice, in two micro-batches: a loss that is divided by the items of its own
-    micro-batch alone is twice too large.
+    The packed step has its documents twice, in two micro-batches, of which the first one runs: a loss that is divided
+    by the items of its own micro-batch alone is twice too large.
 
     Args:
         trainer: the attached trainer.
@@ -303,7 +303,7 @@ class TrainerCase(PackedCase):
         inputs = self.batch_of(of)
         if not self.training:
             return _not_proving(self.trainer, TokenMean(self.device)).compute_loss(self.model, inputs)  # type: ignore[no-any-return]
-        return _loss_of_step(self.trainer, self.runner, [inputs, inputs], 2 * self.sizes(of)[-1])
+        return _loss_of_step(self.trainer, self.runner, [inputs], self.sizes(of)[-1], copies=2)
 
     def unpacked(self, of: list[Document], padding: int) -> Tensor:
         stock = without_attach(self.trainer)
@@ -459,7 +459,7 @@ def _not_proving(trainer: Any, evaluation: TokenMean | None = None) -> Any:
     return asked
 
 
-def _loss_of_step(trainer: Any, runner: StepRunner, batches: Sequence[Batch], own: int) -> Tensor:
+def _loss_of_step(trainer: Any, runner: StepRunner, batches: Sequence[Batch], own: int, copies: int = 1) -> Tensor:
     """Return the loss of an attached trainer's step, as a mean over the items in the batches of this rank alone.
 
     Args:
@@ -467,14 +467,15 @@ def _loss_of_step(trainer: Any, runner: StepRunner, batches: Sequence[Batch], ow
         runner: has the model.
         batches: the micro-batches of this rank.
         own: the number of items in them.
+        copies: how often the step has them; they run once.
     """
     device, processes = input_device(inner_model(runner.model)), trainer.accelerator.num_processes
     items = torch.tensor(own, device=device)
     everywhere = trainer.accelerator.gather(items[None]).sum() / processes / runner.ranks_per_row
     asked = _not_proving(trainer)
-    divisor = StepCounts().add(asked.counts_of(batches, device))
+    divisor = StepCounts().add(asked.counts_of([*batches] * copies, device))
     losses = [asked.compute_loss(runner.model, each, num_items_in_batch=divisor) for each in batches]
-    return sum(losses) * (everywhere / items.clamp(min=1))  # type: ignore[no-any-return]
+    return sum(losses) * (copies * everywhere / items.clamp(min=1))  # type: ignore[no-any-return]
 
 
 def _stock_loss(stock: Any, model: nn.Module, inputs: Batch) -> Tensor:
