@@ -6,6 +6,7 @@ be the means of those of two parts of them, weighted by the units in each. Gradi
 not: those of a model that knows nothing yet are about the same for all rows, and in half precision they are rounded.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,6 +72,9 @@ def find_loss_unit(trainer: Trainer, checked: CheckedRows, named: str | None) ->
             "loss is the mean of; call attach before the model is sharded"
         )
     together, *steps = _steps(trainer, [checked.whole, *(batch for batch, _ in checked.parts)])
+    losses = [each.loss for each in steps]
+    if not all(map(math.isfinite, (together.loss, *losses))):
+        raise PackingError(f"trainer: expected a finite loss, but the loss of {what} is {together.loss} on some rows")
     dtype = next(inner_model(model).parameters()).dtype
     most_of_loss, most = _CLOSE.get(dtype, _CLOSE_IN_HALF)
     fitting: dict[str, float] = {}
@@ -87,7 +91,7 @@ def find_loss_unit(trainer: Trainer, checked: CheckedRows, named: str | None) ->
     fits = f"; {best!r} fits better" if best else ""
     raise PackingError(
         f"loss_unit: expected {expected}, of which the loss of {what} is a mean, but it is {together.loss} on some "
-        f"rows, and {' and '.join(str(each.loss) for each in steps)} on parts of them{fits}. Its gradient would depend "
+        f"rows, and {' and '.join(map(str, losses))} on parts of them{fits}. Its gradient would depend "
         "on which rows share a micro-batch, as that of a loss which reads padding does. attach(trainer, None) keeps "
         "the trainer's batches, and takes out their padding"
     )
