@@ -93,8 +93,8 @@ class WholeStep:
             follows = False  # the labels are those of the next tokens already
         else:
             own = own.round().long()
-        following = NextTokens.of_batch(batch, labels, follows)
-        return cls({**inputs, LABELS: labels}, own, Weighting(following, weights, own.clamp(min=1)))
+        rows, tokens, targets = NextTokens.of_batch(batch, labels, follows)
+        return cls({**inputs, LABELS: labels}, own, Weighting(rows, targets, weights[0, tokens], own.clamp(min=1)))
 
     @property
     def items(self) -> Tensor:
