@@ -236,26 +236,27 @@ class WeightSnapshot(TorchFunctionMode):
         self._data: list[tuple[Tensor, Tensor, bool]] = []
         """Tensors with the data, and the need of a gradient, that they had."""
         self._is_probed, is_local = probed, has_local_weights(model)
-        modules, parameters, buffers = [*model.modules()], [*model.parameters()], [*model.buffers()]
+        modules, parameters = [*model.modules()], [*model.parameters()]
         owners = [*map(vars, modules)]
         held: list[Any] = [*map(vars, parameters), *(own[PARAMETERS] for own in owners)]
         others = [own[name] for own in owners for name in own.keys() - OF_EVERY_MODULE]
         if probed:
-            owners.append(global_hooks())
-            others += [hook for own in owners for name in HOOKS for hook in own[name].values()]
+            others += [hook for own in (*owners, global_hooks()) for name in HOOKS for hook in own[name].values()]
         self._of_weights, self._of_modules = (
             ObjectSnapshot(roots if is_local else (), (*modules, *parameters)) for roots in (held, others)
         )
-        inside = self._of_modules.tensors
-        for tensor in (*parameters, *buffers, *self._of_weights.tensors, *inside):
-            data = tensor.data
-            if type(data) is not Tensor or not data.numel() or data.is_meta:
-                continue
-            self._data += [(tensor, data, tensor.requires_grad)] if is_local else []
-            self._not_copied.setdefault(data.untyped_storage().data_ptr(), []).append(data)
-        for tensor in (*buffers, *inside) if probed else ():
-            if type(tensor) is Tensor and tensor.numel() <= MOST_KEPT and not tensor.is_meta:
-                self._copy(tensor)
+        inside = (*self._of_weights.tensors, *self._of_modules.tensors)
+        plain = [
+            each
+            for each in (*parameters, *model.buffers(), *inside)
+            if type(each.data) is Tensor and each.numel() and not each.is_meta
+        ]
+        for each in plain:
+            self._data += [(each, each.data, each.requires_grad)] if is_local else []
+            self._not_copied.setdefault(each.data.untyped_storage().data_ptr(), []).append(each.data)
+        for each in plain if probed else ():
+            if type(each) is Tensor and each.numel() <= MOST_KEPT:
+                self._copy(each)
 
     def _copy(self, tensor: Tensor) -> None:
         """Copy the tensors in a storage, unless they were copied already."""
