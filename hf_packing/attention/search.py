@@ -38,7 +38,6 @@ from hf_packing.attention.token_axes import (
 )
 from hf_packing.attention.tolerance import comparable, differences
 from hf_packing.errors import PackingError
-from hf_packing.upstream.torch import described_of
 
 _CALLS: tuple[dict[str, bool], ...] = ({}, {"embedded": True}, {"output_hidden_states": True})
 """Options for forwards after the search. In the first one, all modules that run segment by segment do so from its begin
@@ -197,28 +196,29 @@ class Search:
         if not name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
         has_tokens = isinstance(output, Tensor) and list(output.shape).count(self.row.tokens) == 1
-        fits = args[0].is_floating_point() or isinstance(module, nn.Embedding)
         is_local = not any(is_inside(each, name) for each in (*self.found, *self.unsliceable))
-        return has_tokens and fits and is_local and bool([*module.parameters()])
+        return has_tokens and is_local and bool([*module.parameters()])
 
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
 """Names of attributes in which modules of transformers store the number of their layer."""
+
+_OF_ONE_MODULE = {*OF_EVERY_MODULE, *_LAYER_NUMBERS}
+"""Names of attributes that may differ in modules that are built alike."""
 
 
 def modules_alike(model: nn.Module) -> list[list[str]]:
     """Return the names of all modules of a model, in groups of modules that are built alike.
 
     Two modules are built alike if their names differ only in the numbers of layers, and they are shown alike, with all
-    inner modules, and have the same hooks, and tensors of the same shapes and equal settings as attributes, other than
-    the number of their layer.
+    inner modules, and their attributes are equal settings and tensors of the same shapes. The number of their layer may
+    differ.
     """
     groups = defaultdict(list)
     for name, module in model.named_modules():
-        own = {each: value for each, value in vars(module).items() if each not in {*OF_EVERY_MODULE, *_LAYER_NUMBERS}}
-        described = (_describe(value) for each in (own, *described_of(module)) for value in each.values())
+        own = {each: _describe(value) for each, value in vars(module).items() if each not in _OF_ONE_MODULE}
         place = ("*" if part.isdigit() else part for part in name.split("."))
-        groups[*place, repr(module), module.training, *own, *described].append(name)
+        groups[*place, repr(module), *own.items()].append(name)
     return [*groups.values()]
 
 
@@ -397,28 +397,23 @@ class _Call:
     def find_sharing(self) -> Sharing:
         """Return which segments of a row may go through the module in one call (see `Sharing`): those that have the
         same outputs together as in separate calls."""
-        plan, row = self.forward.plan, self.row
+        row = self.row
         with WatchFunctions(row.tokens) as watched:
             self.whole()
-        may_be_ragged = (
-            not watched.ranks
-            and not plan.is_stateful
-            and all(isinstance(leaf, Tensor) and len(axes) < 2 for _, leaf, axes in plan.inputs.found_in(self.inputs))
-        )
 
         def may_share(slices: Sequence[Place]) -> bool:
             numbers, device = [*range(len(slices))], row.cu_seq_lens.device
             one_by_one = [SharedCall.of([number], slices, device) for number in numbers]
             together = [SharedCall.of(numbers, slices, device)]
-            runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
             with suppress(Exception):  # the module does not support batches of segments
-                alone, *shared = (
-                    self.forward.run_calls(self.forward.with_ahead(detached_copy(self.inputs)), *run) for run in runs
+                alone, shared = (
+                    self.forward.run_calls(self.forward.with_ahead(detached_copy(self.inputs)), calls, _noise)
+                    for calls in (one_by_one, together)
                 )
-                return not outputs_differ([alone, alone], shared)
+                return not outputs_differ(alone, shared)
             return False
 
-        if may_be_ragged and may_share(row.slices):
+        if not watched.ranks and may_share(row.slices):
             return "ragged"
         return "equal" if may_share([(start, start + min(row.lengths)) for start, _ in row.slices]) else "none"
 

@@ -223,12 +223,8 @@ def randomize(model: nn.Module) -> None:
 def _scale_of(name: str, parameter: nn.Parameter) -> float:
     """Return the standard deviation with which `randomize` draws the entries of a parameter, whose name is in lower
     case."""
-    if "sink" in name:
-        return 1.0
     if any(part in name for part in ("embed", "wte", "wpe")):
         return 0.7
-    if "conv1d" in name and parameter.dim() == 3:
-        return 0.5
     of_experts = parameter.dim() > 2 and "experts" in name
     inputs = parameter.shape[-2] if of_experts else parameter.shape[1:].numel()
     return float(1.2 / max(inputs, 1) ** 0.5)

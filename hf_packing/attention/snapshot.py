@@ -6,7 +6,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from functools import partial
 from itertools import chain, islice
 from operator import is_
@@ -49,70 +48,59 @@ def temporarily(of: Any, **values: Any) -> Iterator[None]:
             del own[name]
 
 
-class ModuleSnapshot:
-    """The state of some modules at one moment: their attributes, buffers, hooks and inner modules.
+class Contents:
+    """What some dictionaries and other collections hold at one moment.
 
-    A snapshot may serve many forwards, since most forwards change nothing, and since it is cheap to find that out: it
-    takes a millisecond for 1,000 modules.
+    It may serve many forwards, since most forwards change nothing, and since it is cheap to find that out: it takes
+    milliseconds for 1,000 modules.
 
     Args:
-        *modules: the modules. Inner modules are included only if they are passed, too.
+        collections: the collections.
+        without: the keys that are left alone in dictionaries.
     """
 
-    def __init__(self, *modules: nn.Module) -> None:
-        owners = [vars(module) for module in modules]
-        dictionaries = [each for own in owners for each in (own, *(own[name] for name in CHANGED_IN_PLACE))]
-        self._dictionaries = [(each, dict(each)) for each in dictionaries]
-        own = [(name, own[name]) for own in owners for name in own.keys() - OF_EVERY_MODULE]
-        self._collections = [(name, each, _items(each)) for name, each in own if isinstance(each, _COLLECTIONS)]
+    def __init__(self, collections: Iterable[Any], without: Sequence[str] = ()) -> None:
+        self._without = without
+        self._before = [(each, self._items(each)) for each in collections]
 
-    def restore(self) -> dict[str, Any]:
-        """Undo all changes that were made to the modules since the snapshot.
+    def _items(self, collection: Any) -> dict[Any, Any]:
+        """Return the items of a collection by key or, in a list, by place."""
+        items = dict(collection if isinstance(collection, dict) else enumerate(collection))
+        for key in self._without:
+            items.pop(key, None)
+        return items
 
-        Replaced attributes, buffers, hooks and inner modules are restored, and so are the items of attributes that are
-        collections. New values in existing tensors are not undone; `WeightSnapshot` undoes such changes.
-
-        Returns:
-            The names and the new values of the changed attributes and items.
-        """
-        changed: dict[str, Any] = {}
-        for current, before in self._dictionaries:
-            if _have_same_items(current, before):
+    def restore(self) -> dict[Any, Any]:
+        """Put the same objects into the collections again, and return the new items by key or place; None for those
+        that were removed."""
+        changed: dict[Any, Any] = {}
+        for each, before in self._before:
+            now = self._items(each)
+            if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
                 continue
-            for name in {**current, **before}.keys() - set(_NOT_RESTORED):
-                if name not in current or name not in before or current[name] is not before[name]:
-                    changed[name] = current.get(name)
-                    if name in before:
-                        current[name] = before[name]
-                    else:
-                        del current[name]
-        for name, each, kept in self._collections:
-            if not _have_same_items(each, kept):
-                changed[name] = copy(each)
-                _refill(each, kept)
+            changed |= {key: now.get(key) for key in {**before, **now} if now.get(key) is not before.get(key)}
+            if isinstance(each, dict):
+                for key in now:
+                    del each[key]
+                each.update(before)
+            else:
+                each.clear()
+                (each.update if isinstance(each, set) else each.extend)(before.values())
         return changed
 
 
-def _have_same_items(one: Any, other: Any) -> bool:
-    """Return whether two collections consist of the same objects."""
-    pairs = [(one, other), (one.values(), other.values())] if isinstance(one, dict) else [(one, other)]
-    return len(one) == len(other) and all(all(map(is_, *pair)) for pair in pairs)
-
-
-def _items(collection: Any) -> Any:
-    return dict(collection) if isinstance(collection, dict) else [*collection]
-
-
-def _refill(collection: Any, items: Any) -> None:
-    collection.clear()
-    (collection.update if isinstance(collection, (dict, set)) else collection.extend)(items)
+def contents_of(modules: Iterable[nn.Module]) -> Contents:
+    """Return the attributes, buffers, hooks and inner modules of some modules, and the items of attributes that are
+    collections. Values of tensors are not among them; `WeightSnapshot` restores these."""
+    owners = [vars(module) for module in modules]
+    dictionaries = [each for own in owners for each in (own, *(own[name] for name in CHANGED_IN_PLACE))]
+    attributes = [own[name] for own in owners for name in own.keys() - OF_EVERY_MODULE]
+    return Contents([*dictionaries, *(each for each in attributes if isinstance(each, _COLLECTIONS))], _NOT_RESTORED)
 
 
 @contextmanager
 def restored(*modules: nn.Module) -> Iterator[dict[str, Any]]:
-    """Context manager: at the end of the block, undo the changes that the block has made to these modules.
-
-    `ModuleSnapshot.restore` describes what is undone.
+    """Context manager: at the end of the block, undo the changes that the block has made in `contents_of` some modules.
 
     Args:
         *modules: the modules to restore. Inner modules are restored only if they are passed, too.
@@ -120,12 +108,12 @@ def restored(*modules: nn.Module) -> Iterator[dict[str, Any]]:
     Yields:
         An empty dictionary, which gets the names and the new values of what has changed at the end of the block.
     """
-    snapshot = ModuleSnapshot(*modules)
+    contents = contents_of(modules)
     changed: dict[str, Any] = {}
     try:
         yield changed
     finally:
-        changed |= snapshot.restore()
+        changed |= contents.restore()
 
 
 _LEVELS, _MANY, _HUGE = 5, 1000, 1_000_000
@@ -155,8 +143,8 @@ class ObjectSnapshot:
     def __init__(self, roots: Iterable[Any], without: Iterable[Any]) -> None:
         self.tensors: list[Tensor] = []
         """The tensors that were found, whose values are not kept."""
-        self._kept: list[tuple[Any, Any]] = []
-        """Collections, and dictionaries of attributes, with the items that they had."""
+        self._collections: list[Any] = []
+        """Collections, and dictionaries of attributes."""
         self._undo: list[Callable[[], None]] = []
         """Functions that write the old values of variables."""
         known, level = {id(vars(builtins)), *map(id, without)}, [*roots]
@@ -169,6 +157,7 @@ class ObjectSnapshot:
                     following = level if isinstance(each, _TRANSPARENT) else inner
                     following += islice(self._add(each, known), _MANY)
             level = inner
+        self._contents = Contents(self._collections)
 
     def _add(self, each: Any, known: set[int]) -> Iterable[Any]:
         """Keep what an object holds, and return the objects that it refers to."""
@@ -176,7 +165,7 @@ class ObjectSnapshot:
             self.tensors.append(each)
             return ()
         if isinstance(each, _COLLECTIONS):
-            self._kept += [(each, _items(each))] if len(each) <= _HUGE else []
+            self._collections += [each] if len(each) <= _HUGE else []
             return each.values() if isinstance(each, dict) else each
         attributes = getattr(each, "__dict__", {})
         # a decorated function may name the module of what it wraps
@@ -187,7 +176,7 @@ class ObjectSnapshot:
         if is_shared or str(made_by).startswith(_NOT_OF_USERS):
             return ()
         known.add(id(attributes))  # before they are found
-        self._kept.append((attributes, _items(attributes)))
+        self._collections.append(attributes)
         found = [vars(type(each)).get("__call__"), *attributes.values()]
         if isinstance(each, (FunctionType, *_TRANSPARENT)):
             found += gc.get_referents(each)
@@ -204,12 +193,10 @@ class ObjectSnapshot:
 
     def restore(self) -> bool:
         """Undo all changes, and return whether collections or attributes had changed."""
-        changed = [(each, items) for each, items in self._kept if not _have_same_items(each, items)]
-        for each, items in changed:
-            _refill(each, items)
+        is_changed = bool(self._contents.restore())
         for undo in self._undo:
             undo()
-        return bool(changed)
+        return is_changed
 
 
 _NOT_OF_USERS = (__package__.partition(".")[0] + ".", "torch._")
@@ -249,26 +236,27 @@ class WeightSnapshot(TorchFunctionMode):
         self._data: list[tuple[Tensor, Tensor, bool]] = []
         """Tensors with the data, and the need of a gradient, that they had."""
         self._is_probed, is_local = probed, has_local_weights(model)
-        modules, parameters, buffers = [*model.modules()], [*model.parameters()], [*model.buffers()]
+        modules, parameters = [*model.modules()], [*model.parameters()]
         owners = [*map(vars, modules)]
         held: list[Any] = [*map(vars, parameters), *(own[PARAMETERS] for own in owners)]
         others = [own[name] for own in owners for name in own.keys() - OF_EVERY_MODULE]
         if probed:
-            owners.append(global_hooks())
-            others += [hook for own in owners for name in HOOKS for hook in own[name].values()]
+            others += [hook for own in (*owners, global_hooks()) for name in HOOKS for hook in own[name].values()]
         self._of_weights, self._of_modules = (
             ObjectSnapshot(roots if is_local else (), (*modules, *parameters)) for roots in (held, others)
         )
-        inside = self._of_modules.tensors
-        for tensor in (*parameters, *buffers, *self._of_weights.tensors, *inside):
-            data = tensor.data
-            if type(data) is not Tensor or not data.numel() or data.is_meta:
-                continue
-            self._data += [(tensor, data, tensor.requires_grad)] if is_local else []
-            self._not_copied.setdefault(data.untyped_storage().data_ptr(), []).append(data)
-        for tensor in (*buffers, *inside) if probed else ():
-            if type(tensor) is Tensor and tensor.numel() <= MOST_KEPT and not tensor.is_meta:
-                self._copy(tensor)
+        inside = (*self._of_weights.tensors, *self._of_modules.tensors)
+        plain = [
+            each
+            for each in (*parameters, *model.buffers(), *inside)
+            if type(each.data) is Tensor and each.numel() and not each.is_meta
+        ]
+        for each in plain:
+            self._data += [(each, each.data, each.requires_grad)] if is_local else []
+            self._not_copied.setdefault(each.data.untyped_storage().data_ptr(), []).append(each.data)
+        for each in plain if probed else ():
+            if type(each) is Tensor and each.numel() <= MOST_KEPT:
+                self._copy(each)
 
     def _copy(self, tensor: Tensor) -> None:
         """Copy the tensors in a storage, unless they were copied already."""
@@ -319,7 +307,7 @@ def in_mode(model: nn.Module, training: bool, probed: bool = False) -> Iterator[
         probed: whether to restore the modules in any case, with what the hooks of the model have collected.
     """
     before = [(module, module.training) for module in model.modules()]
-    weights, modules = WeightSnapshot(model, probed), ModuleSnapshot(*model.modules())
+    weights, modules = WeightSnapshot(model, probed), contents_of(model.modules())
     try:
         with weights:
             if any(mode != training for _, mode in before):

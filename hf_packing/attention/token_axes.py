@@ -25,12 +25,9 @@ int64 [tokens], in a row of trees, where the tokens of a path are not next to ea
 Fill = Callable[[Tensor, list[int]], Tensor]
 """A function that returns padding. Its arguments are the tensor to pad and the shape of the padding."""
 
-LARGEST_FINITE = 1e30
-"""Values of larger magnitude count as infinite, since masks contain the most negative float in place of minus
-infinity."""
-
 _STEP_TOLERANCE = 0.01
-"""Differences of attention biases count as equal up to this share. Biases in half precision are not exact."""
+"""Steps of attention biases count as equal up to this share of what they rise by in all. Biases in half precision are
+not exact."""
 
 
 def cat(parts: list[Tensor], dim: int) -> Tensor:
@@ -156,27 +153,19 @@ def _dotted(path: Path) -> str:
 def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
     """Return whether a tensor's values change in equal steps from token to token, as positions and ALiBi biases do.
 
-    Integers have to rise by 1 from token to token. Floating-point values have to differ by the same number, which is
-    not 0, between the first and the second half of the tokens. A floating-point tensor with two token axes is a mask,
-    whose values in the top left and the bottom right quarter are compared, where it hides nothing.
+    Integers have to rise by 1, and floating-point values by any steps but 0, which may differ, as from head to head. In
+    a tensor with two token axes, such as a mask, the values are those of each token for itself.
     """
     if not axes or len(axes) > 2 or leaf.shape[axes[0]] < 2:
         return False
-    leaf, tokens = leaf.detach(), leaf.shape[axes[0]]
+    by_token = leaf.diagonal(0, *axes) if len(axes) == 2 else leaf.movedim(axes[0], -1)
+    values = by_token.detach().reshape(-1, leaf.shape[axes[0]]).double()
+    first, places = values[:, :1], torch.arange(values.shape[1], device=leaf.device)
     if not leaf.is_floating_point():
-        by_token = leaf.movedim(axes[0], -1).reshape(-1, tokens)
-        rising = by_token[:1, :1] + torch.arange(tokens, device=leaf.device)
-        return len(axes) == 1 and bool((by_token == rising).all())
-    first = last = leaf.double()
-    for axis in axes:
-        first, last = first.narrow(axis, 0, tokens // 2), last.narrow(axis, (tokens + 1) // 2, tokens // 2)
-    visible = first.abs() < LARGEST_FINITE
-    if not torch.equal(visible, last.abs() < LARGEST_FINITE):
-        return False
-    added = torch.where(visible, last - first, 0).abs()
-    most = added.amax(axes, keepdim=True)
-    uneven = torch.where(visible, added - most, 0).abs()
-    return bool(most.any()) and bool((uneven <= _STEP_TOLERANCE * most).all())
+        return bool((values == first[:1] + places).all())
+    rise = values[:, -1:] - first
+    uneven = values - first - rise * places / places[-1]
+    return bool(rise.any()) and bool((uneven.abs() <= _STEP_TOLERANCE * rise.abs()).all())
 
 
 def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill = Tensor.new_zeros) -> Any:

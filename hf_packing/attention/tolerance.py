@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention.token_axes import LARGEST_FINITE
+LARGEST_FINITE = 1e30
+"""Values of larger magnitude count as infinite, since masks contain the most negative float in place of minus
+infinity."""
 
 LARGEST_GRADIENT_LEAK = 1e-6
 """Largest allowed gradient of a document's outputs with respect to another document, as a share of the largest gradient

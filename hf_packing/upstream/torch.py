@@ -51,11 +51,6 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def described_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """Return the parameters, buffers and forward hooks of a module. Without them, layers would look alike."""
-    return module._parameters, module._buffers, module._forward_pre_hooks, module._forward_hooks
-
-
 def backward_hooks(of: Any) -> list[Any]:
     """Return the backward hooks of a module or a tensor. Without them, they would see gradients of parts of a row."""
     return [*(of._backward_hooks or {}).values(), *(getattr(of, "_backward_pre_hooks", None) or {}).values()]
