@@ -96,7 +96,7 @@ class BatchCase(Case):
     def undisturbed(self) -> Iterator[None]:
         # code that torch.compile has compiled would be compiled again
         sampled = nullcontext() if self.runner.is_compiled else with_sampled_vocabulary(self.model)
-        with self.runner.undisturbed(self.training, in_series=True, keeps_modes=True), sampled:
+        with self.runner.undisturbed(self.training, as_trained=True), sampled:
             yield
 
 

@@ -159,7 +159,7 @@ class Case:
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager in which the case runs the model."""
-        return self.runner.undisturbed(self.training, in_series=self.training)
+        return self.runner.undisturbed(self.training)
 
     def has_tokens(self, segments: Sequence[int]) -> Tensor:
         """Return which tokens belong to some segments, bool [tokens]."""
