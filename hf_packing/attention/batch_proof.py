@@ -46,7 +46,7 @@ class BatchCase(Case):
     """A training batch.
 
     All ranks that shard a model make the same calls, each on at most one batch: one on the batch as it is, one with
-    about half of the documents replaced, and three on documents alone. Of trees, segments without any below them are
+    about half of the documents replaced, and four on documents alone. Of trees, segments without any below them are
     replaced, and one document of each tree has gradients, since gradients at shared tokens are sums.
 
     Args:
@@ -81,7 +81,7 @@ class BatchCase(Case):
         trees = read_layout(self.inputs, True).documents
         self.places = torch.arange(trees.tokens, device=runner.device)
         known = segments_in(batch)
-        self.multiple = 1 if known is None else known.multiple
+        runner.multiple = 1 if known is None else known.multiple
         tokens = self.inputs["input_ids"].flatten()[self.places]
         super().__init__(runner, training, trees, ends or trees.leaves, tokens, _other_tokens(tokens, runner.model))
         self.replacements = [segments_to_replace(trees)]
@@ -96,7 +96,7 @@ class BatchCase(Case):
     def undisturbed(self) -> Iterator[None]:
         # code that torch.compile has compiled would be compiled again
         sampled = nullcontext() if self.runner.is_compiled else with_sampled_vocabulary(self.model)
-        with self.runner.undisturbed(self.training, in_series=True, keeps_modes=True), sampled:
+        with self.runner.undisturbed(self.training, as_trained=True), sampled:
             yield
 
 

@@ -6,11 +6,11 @@ here, and what they show of a model's own loss; training batches are in batch_pr
 batches in the files of these (kinds).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import isfinite
 from typing import Any, Self
@@ -83,12 +83,12 @@ class Alone:
 
     runs: dict[int, Run]
     """The run of each document; empty if documents cannot be compared."""
-    attention: str | None
-    """The attention function with which they ran; None for the model's own one."""
-    noise: float | None = None
-    """The largest change of an output by rounding, in standard deviations of the outputs; None until it is measured,
-    and 0 if it cannot be."""
+    noise: float = 0.0
+    """The largest change of an output by rounding, in standard deviations of the outputs; 0 if it was not measured."""
 
+
+_Graded = Sequence[dict[int, Sequence[int]]]
+"""For each backward pass, the documents whose outputs have gradients, and the segments of each among the outputs."""
 
 _DUMMY_TOKENS = 8
 """Number of tokens in a call that a rank makes only because the other ranks make it, too."""
@@ -112,7 +112,7 @@ class Case:
     only_of_batch: Collection[str] = READ_ARGUMENTS
     """Names of inputs that a document does not get when it runs alone."""
     is_embedded_at_once = False
-    """True if gradients are compared at each token, which one call of the embedding embeds together with all others.
+    """True if gradients are compared at each place, which one call of the embedding embeds together with all others.
     Otherwise, they are compared at each token id, in any number of calls of any shape."""
 
     inputs: Inputs
@@ -121,8 +121,6 @@ class Case:
     """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
     makes_same_calls = False
     """True if several ranks run the batch together, and have to make the same calls."""
-    multiple = 1
-    """Documents that run alone are filled up to a multiple of so many tokens, as the batch is."""
 
     def __init__(
         self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
@@ -156,12 +154,12 @@ class Case:
 
     def tolerance(self, *known: Alone) -> Tolerance:
         """Return the tolerance for a comparison with these documents alone or, by default, with all that are known."""
-        noise = max((each.noise or 0.0 for each in known or self.known), default=0.0)
+        noise = max((each.noise for each in known or self.known), default=0.0)
         return Tolerance(self.runner.dtype, has_experts(self.model), noise, self.profile)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager in which the case runs the model."""
-        return self.runner.undisturbed(self.training, in_series=self.training)
+        return self.runner.undisturbed(self.training)
 
     def has_tokens(self, segments: Sequence[int]) -> Tensor:
         """Return which tokens belong to some segments, bool [tokens]."""
@@ -175,16 +173,13 @@ class Case:
         """Return the token ids of the batch, with some segments replaced."""
         return torch.where(self.has_tokens(replaced), self.others, self.tokens)
 
-    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
-        [values, width]."""
+    def outputs(self, tokens: Tensor) -> list[Tensor]:
+        """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
         ids = self.inputs["input_ids"]
-        inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
-        if embedded:
-            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+        inputs = {**self.inputs, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
         return self.ask(inputs, self.places, self.trees.lengths)
 
-    def outputs_alone(self, tokens: Tensor, length: int) -> Tensor:
+    def outputs_alone(self, tokens: Tensor, length: int) -> list[Tensor]:
         """Run the model on a document that has these tokens of the batch, int64 [tokens], and return the outputs of so
         many of them, [values, width]. The others fill it up: a mask hides them from models that see later tokens."""
         shape = self.inputs["input_ids"].shape
@@ -196,7 +191,7 @@ class Case:
         numbers = torch.arange(len(tokens), device=tokens.device)
         if length < len(tokens):
             inputs["attention_mask"] = (numbers < length).long()[None]
-        return self.ask(inputs, numbers[:length], [length])[0]
+        return self.ask(inputs, numbers[:length], [length])
 
     def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""
@@ -205,96 +200,93 @@ class Case:
 
     @cached_property
     def owners(self) -> Tensor:
-        """The segment that each token or, by default, each token id belongs to; -1 for an id that none or several
-        segments have."""
+        """The segment that each place of the batch or, by default, each token id belongs to; -1 for an id that none or
+        several segments have, and for what fills up the batch."""
+        places, count = self.tokens, len(embedding_of(self.model).weight)
         if self.is_embedded_at_once:
-            return self.segment
-        none = torch.full((len(embedding_of(self.model).weight),), -1, device=self.tokens.device)
+            places, count = self.places, self.inputs["input_ids"].numel()
+        none = self.segment.new_full((count,), -1)
         first, last = (
-            none.scatter_reduce(0, self.tokens, self.segment, reduce, include_self=False) for reduce in ("amin", "amax")
+            none.scatter_reduce(0, places, self.segment, reduce, include_self=False) for reduce in ("amin", "amax")
         )
         return first.where(first == last, -1)
 
-    def gradients_at(self, score: Tensor, embedded: Embedded, tokens: Tensor) -> Tensor:
-        """Return the gradients of a score with respect to each token of the batch or each token id, float [tokens or
-        token ids, width]. The model has run on some tokens of the batch, int64."""
+    def gradients_at(self, score: Tensor, embedded: Embedded, places: Tensor) -> Tensor:
+        """Return the gradients of a score with respect to each place of the batch or each token id, float [places or
+        token ids, width]. The model has run on the tokens in some places, int64."""
         found = torch.autograd.grad(score, [leaf for _, leaf in embedded], retain_graph=True, materialize_grads=True)
-        places = torch.cat([tokens if self.is_embedded_at_once else ids.flatten() for ids, _ in embedded])
+        at = torch.cat([places if self.is_embedded_at_once else ids.flatten() for ids, _ in embedded])
         flat = torch.cat([each.flatten(0, -2) for each in found]).float()
-        if self.is_embedded_at_once and len(flat) > len(places):  # tokens that fill up the batch are of no document
-            flat = flat[self.places]
-        return flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, places, flat)
+        return flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, at, flat)
 
     def owned_by(self, *documents: int) -> Tensor:
-        """Return which tokens or token ids only the segments of some documents have, bool like `owners`."""
+        """Return which places or token ids only the segments of some documents have, bool like `owners`."""
         return _is_any(self.owners, [*chain.from_iterable(self.paths[each] for each in documents)])
 
-    def add_gradients(
-        self, run: Run, outputs: Sequence[Tensor], embedded: Embedded, documents: Sequence[int], tokens: Tensor
-    ) -> None:
-        """Add the gradients of the outputs of some documents to a run, or why there are none; see `Run`. Some models
-        compute none, such as those with reentrant checkpointing."""
-        if not embedded:  # in calls that do not count
-            return
-        try:
-            found = self.gradients_at(torch.stack([*map(score_of, outputs)]).sum(), embedded, tokens)
-        except torch.OutOfMemoryError:  # says nothing about the model
-            raise
-        except (RuntimeError, AssertionError, ValueError) as error:
-            run.failure = f"{type(error).__name__}: {error}"
-            return
+    def _run(self, call: Callable[[], list[Tensor]], places: Tensor, graded: _Graded, noisy: bool = False) -> Run:
+        """Run the model, with gradients.
+
+        Args:
+            call: runs the model, and returns the outputs of each segment.
+            places: the places of the batch whose tokens it runs on, int64.
+            graded: what has gradients.
+            noisy: whether embedded tokens have rounding errors.
+        """
+        with self.runner.leaves(len(places) if self.is_embedded_at_once else None, noisy) as embedded:
+            made = Run(call())
+            run = Run([each.detach() for each in made.outputs])
+            for documents in graded if embedded else ():  # calls of a rank that has no document do not count
+                score = torch.stack([score_of(made.of(segments)) for segments in documents.values()]).sum()
+                try:
+                    self._add_gradients(run, self.gradients_at(score, embedded, places), documents)
+                except torch.OutOfMemoryError:  # says nothing about the model
+                    raise
+                except (RuntimeError, AssertionError, ValueError) as error:  # as of reentrant checkpointing
+                    run.failure = f"{type(error).__name__}: {error}"
+                    break
+        return run
+
+    def _add_gradients(self, run: Run, found: Tensor, documents: Iterable[int]) -> None:
+        """Add the gradients of the outputs of some documents to a run; see `Run`."""
         sizes, inside = found.abs().amax(1), self.owned_by(*documents)
         elsewhere = (sizes * (self.owners >= 0) * ~inside).max()
         reach = elsewhere / sizes[inside].max().clamp_min(torch.finfo(sizes.dtype).tiny)
         run.gradients |= {each: found[self.owned_by(each)] for each in documents}
         run.reach = max(float(reach), run.reach)  # not nan, since it comes first
 
-    def _leaves(self, tokens: Tensor, noisy: bool = False) -> AbstractContextManager[Embedded]:
-        return self.runner.leaves(len(tokens) if self.is_embedded_at_once else None, noisy)
-
     def run(self, replaced: Sequence[int] = (), gradients: bool = False) -> Run:
         """Run the model on the batch, with some segments replaced. With `gradients`, code that torch.compile has
         compiled runs uncompiled."""
-        tokens = self.with_replaced(replaced)
+        call = partial(self.outputs, self.with_replaced(replaced))
         if not gradients:
-            return Run([each.detach() for each in self.outputs(tokens)])
-        with self.runner.eagerly(), torch.enable_grad(), self._leaves(self.inputs["input_ids"].flatten()) as embedded:
-            made = Run(self.outputs(tokens))
-            found, everything = Run([each.detach() for each in made.outputs]), torch.arange(len(tokens)).to(tokens)
-            for documents in self.graded:
-                outputs = [made.of(self.paths[each]) for each in documents]
-                self.add_gradients(found, outputs, embedded, documents, everything)
-                if found.failure:
-                    break
-        return found
+            return Run([each.detach() for each in call()])
+        graded = [{each: self.paths[each] for each in documents} for documents in self.graded]
+        with self.runner.eagerly(), torch.enable_grad():
+            return self._run(call, torch.arange(len(self.inputs["input_ids"].flatten())).to(self.places), graded)
 
     def alone(self, attention: str | None = None) -> Alone:
-        """Run documents alone on the model without its patch, with its own attention function or another one."""
+        """Run documents alone on the model without its patch, with its own attention function or another one. The
+        longest one runs twice, the second time with rounding errors in its embeddings."""
         with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients):
-            runs = {document: self.run_alone(document) for document in self.sample}
-        return Alone({document: run for document, run in runs.items() if document is not None}, attention)
-
-    def measure_noise(self, alone: Alone) -> None:
-        """Run the longest document that has run alone twice, the second time with rounding errors in its embeddings."""
-        longest = max(alone.runs, key=self.lengths.__getitem__, default=None)
-        with self.runner.unpatched(alone.attention), torch.set_grad_enabled(self.wants_gradients):
-            exact, noisy = (self.run_alone(longest, noisy=each).outputs[0] for each in (False, True))
-        noise = float(apart(noisy, exact).max())
-        alone.noise = noise if alone.runs and isfinite(noise) else 0.0
+            found = {document: self.run_alone(document) for document in self.sample}
+            if not found:
+                return Alone({})
+            runs = {document: run for document, run in found.items() if document is not None}
+            longest = max(runs, key=self.lengths.__getitem__, default=None)
+            noisy = self.run_alone(longest, noisy=True)
+        noise = float(apart(noisy.outputs[0], found[longest].outputs[0]).max()) if runs else 0.0
+        return Alone(runs, noise if isfinite(noise) else 0.0)
 
     def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""
-        tokens = self.has_tokens(self.paths[document or 0]).nonzero()[:, 0]
+        number = document or 0
+        tokens = self.has_tokens(self.paths[number]).nonzero()[:, 0]
         if document is None:
             tokens = tokens[:_DUMMY_TOKENS]
         length = len(tokens)
-        tokens = torch.cat([tokens, tokens[:1].expand(-length % self.multiple)])
-        with self._leaves(tokens, noisy) as embedded:
-            outputs = self.outputs_alone(tokens, length)
-            run = Run([outputs.detach()])
-            if self.wants_gradients and not noisy:
-                self.add_gradients(run, [outputs], embedded, [document or 0], tokens)
-        return run
+        tokens = torch.cat([tokens, tokens[:1].expand(-length % self.runner.multiple)])
+        graded = [{number: [0]}] if self.wants_gradients and not noisy else []
+        return self._run(partial(self.outputs_alone, tokens, length), self.places[tokens], graded, noisy)
 
 
 def _is_any(numbers: Tensor, wanted: Sequence[int]) -> Tensor:
@@ -404,12 +396,11 @@ class RowCase(Case):
 
     def lay_out(self) -> None:
         """Make the model's inputs, filled up to a multiple of the tokens that the model takes."""
-        self.multiple = self.runner.multiple
         segments = torch.split(self.tokens, [*self.trees.lengths])
         batch = self.make_batch([each.tolist() for each in segments])
         if segments_in(batch) is not None:
             columns = {name: each for name, each in batch.items() if isinstance(each, Tensor | LongestSegment)}
-            batch = {**batch, **fill_up(columns, align_tokens=self.multiple)}
+            batch = {**batch, **fill_up(columns, align_tokens=self.runner.multiple)}
             # a patched model then reads the borders, as of any collator
             batch |= dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
         self.inputs = send_to_device(
@@ -430,7 +421,7 @@ class RowCase(Case):
 
     @property
     def row(self) -> Layout:
-        filler = -self.trees.tokens % self.multiple
+        filler = -self.trees.tokens % self.runner.multiple
         return Layout.of([*self.trees.lengths, *[filler] * (filler > 0)], self.runner.device)
 
     def examine(self) -> None:
@@ -448,8 +439,7 @@ class RowCase(Case):
         without_gradients = [(1, False)] if self.wants_gradients else []
         for multiple, needs_gradients in ((self.runner.multiple, True), *filled, *without_gradients):
             self.runner.multiple = multiple
-            if multiple != self.multiple:
-                self.lay_out()
+            self.lay_out()
             for attention in (None, self.runner.other_attention):
                 try:
                     with self.undisturbed():
@@ -474,7 +464,7 @@ class RowCase(Case):
                 other = self.run_alone(0)
             if not self.tolerance(found).explains(apart(other.outputs[0], found.runs[0].outputs[0])):
                 self.unproven = RANDOM
-                return Alone({}, attention)
+                return Alone({})
             if not found.runs[0].gradients:
                 self.unproven = (
                     "the model's gradients cannot be computed in training mode, so only logits were compared"

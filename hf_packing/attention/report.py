@@ -182,18 +182,14 @@ def check_isolation(
                 reason = "neither the model nor its backbone can be called on packed rows, so nothing is known of them"
                 return IsolationReport(False, nan, reason)
     except NotCallableError:  # it may be callable with what the collator makes
-        case.known = [Alone({}, None, noise=0.0)]
+        case.known = [Alone({})]
     return replace(_check_rows(case), checked=checked)
 
 
 def _check_rows(case: RowCase) -> IsolationReport:
     """Run a case in both modes, without a comparison with documents alone, and return a report."""
     route = route_of(case.model)
-    with case.undisturbed():
-        for each in case.known:
-            if each.noise is None:
-                case.measure_noise(each)
-    case.known = [replace(each, runs={}) for each in case.known]
+    case.known, case.sample = [replace(each, runs={}) for each in case.known], []
     case.wants_gradients = True
     try:
         proofs = [prove(case)]

@@ -5,7 +5,7 @@ leaf tensors, with respect to which gradients can be computed, and change them b
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from hf_packing.attention.kernels import HALF_PRECISION
 from hf_packing.attention.model import Signature, embedding_of, inner_model, input_device, is_compiled
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS
 from hf_packing.attention.snapshot import (
+    RANDOM_SETTINGS,
     WeightSnapshot,
     attention_of,
     in_mode,
@@ -120,14 +121,19 @@ class Runner:
         return least
 
     @contextmanager
-    def undisturbed(self, training: bool, in_series: bool = False, keeps_modes: bool = False) -> Iterator[None]:
+    def undisturbed(
+        self, training: bool, as_trained: bool = False, without: Sequence[str] = RANDOM_SETTINGS
+    ) -> Iterator[None]:
         """Context manager: within the block, the model runs in one mode, without dropout, and with gradients in
         training mode. After the block, the modules, the weights, the modes and the random state are restored.
 
+        In training mode, the model is not restored between runs, so that what it remembers shows as a leak.
+
         Args:
             training: whether the mode is training mode.
-            in_series: whether the model is not restored between runs, so that what it remembers shows as a leak.
-            keeps_modes: whether a model that trains keeps its modules in the modes in which it trains.
+            as_trained: whether a model that trains keeps its modules in the modes in which it trains, and is not
+                restored between runs in evaluation mode either.
+            without: words in the names of the settings of randomness that are switched off in training mode.
         """
         with ExitStack() as stack:
             stack.enter_context(_random_state_lock)
@@ -135,14 +141,16 @@ class Runner:
             if self._is_small and self.device.type == "cpu":
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(1)
-            if not (keeps_modes and training and self.model.training):
+            if not (as_trained and training and self.model.training):
                 stack.enter_context(in_mode(self.model, training))
             stack.enter_context(torch.set_grad_enabled(training))  # some models check this in training mode
-            self._weights, self._is_watched = WeightSnapshot(self._outermost), False
+            self._weights = WeightSnapshot(self._outermost)
             stack.callback(self._weights.restore)
+            if not self.is_compiled:  # it would be compiled again
+                stack.enter_context(self._weights)
             if training:
-                stack.enter_context(without_randomness(self.model))
-            if in_series:
+                stack.enter_context(without_randomness(self.model, without))
+            if training or as_trained:
                 stack.enter_context(self._restored())
                 stack.enter_context(temporarily(self, _is_in_series=True))
             yield
@@ -151,7 +159,7 @@ class Runner:
     def _restored(self) -> Iterator[None]:
         """Context manager: undo the changes of modules after the block, and those of weights before the next one."""
         self._weights.restore()
-        with restored(*self.model.modules()):
+        with restored(*self._outermost.modules()):
             yield
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
@@ -161,9 +169,7 @@ class Runner:
         given = {name: value for name, value in inputs.items() if name in read or self.signature.takes(name)}
         if self.model.training or self._is_in_series:  # else, random numbers would be a fault
             seed_all(self.seed)
-        is_known, self._is_watched = self.is_compiled or self._is_watched, True  # slow, and would compile again
-        restored = nullcontext() if self._is_in_series else self._restored()
-        with restored, nullcontext() if is_known else self._weights:
+        with nullcontext() if self._is_in_series else self._restored():
             output = self.called(**given)
         if type(output) is tuple:
             raise TypeError("expected a ModelOutput, whose values have names such as logits, but it returns a tuple")

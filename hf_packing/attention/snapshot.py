@@ -348,13 +348,13 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-_RANDOM_SETTINGS = ("drop", "jitter", "noise")
+RANDOM_SETTINGS = ("drop", "jitter", "noise")
 """Words in the names of settings. A setting whose name contains one of these words is a probability or a noise scale.
 Examples are attention_dropout, layerdrop, router_jitter_noise and neftune_noise_alpha."""
 
 
 @contextmanager
-def without_randomness(model: PreTrainedModel, words: Sequence[str] = _RANDOM_SETTINGS) -> Iterator[None]:
+def without_randomness(model: PreTrainedModel, words: Sequence[str] = RANDOM_SETTINGS) -> Iterator[None]:
     """Context manager: within the block, a model's dropout, layer dropping and noise are switched off, as far as their
     probabilities and scales are settings with one of these words. Training mode is not changed."""
     with ExitStack() as stack:

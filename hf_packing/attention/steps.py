@@ -20,15 +20,11 @@ from hf_packing.attention.model import configurations, has_local_weights
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
     MOST_KEPT,
+    RANDOM_SETTINGS,
     ConstantDraws,
     ObjectSnapshot,
-    WeightSnapshot,
-    in_mode,
-    restored,
-    restored_random_state,
     seed_all,
     temporarily,
-    without_randomness,
 )
 from hf_packing.attention.token_axes import map_tensors, tensors_in
 from hf_packing.upstream.torch import gradient_hooks
@@ -81,33 +77,25 @@ class StepRunner:
                 module.reshard()
         self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
+        is_compiled = any(runner.is_compiled for runner in self.runners)
         with ExitStack() as stack:
-            stack.enter_context(restored_random_state(self.runners[0].device))
+            for runner in self.runners:
+                mode = training if runner is self.runners[0] else runner.model.training
+                without = RANDOM_SETTINGS if runner.is_compiled else ("drop",)
+                stack.enter_context(runner.undisturbed(mode, as_trained=True, without=without))
+            if not is_compiled:
+                stack.enter_context(ConstantDraws())
             # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them
-            takes_gradients = training and not hasattr(self.model, "backward")
-            stack.enter_context(torch.set_grad_enabled(takes_gradients))
+            stack.enter_context(torch.set_grad_enabled(training and not hasattr(self.model, "backward")))
             held = ObjectSnapshot(self.holders, (*self.without, *modules))
             stack.callback(held.restore)
             kept += [(each, each.grad) for each in held.tensors if each.is_leaf]
             for each in held.tensors:
                 if each.numel() <= MOST_KEPT and not each.is_inference():
                     stack.callback(each.detach().copy_, each.detach().clone())
-            for runner in self.runners:
-                weights = WeightSnapshot(runner.called)
-                stack.callback(weights.restore)
-                stack.enter_context(restored(*runner.called.modules()))
-                if runner.is_compiled:
-                    stack.enter_context(without_randomness(runner.model))
-                else:
-                    stack.enter_context(weights)
-                    stack.enter_context(without_randomness(runner.model, ("drop",)))
-            if not any(runner.is_compiled for runner in self.runners):
-                stack.enter_context(ConstantDraws())
             for config in configurations(self.runners[0].model) if self.without_router_losses else ():
                 if getattr(config, "output_router_logits", False):
                     stack.enter_context(temporarily(config, output_router_logits=False))
-            if self.model.training != training:
-                stack.enter_context(in_mode(self.model, training))
             if isinstance(self.model, DistributedDataParallel):
                 stack.enter_context(self.model.no_sync())
             for parameter in self.parameters.values() if has_local_weights(self.model) else ():

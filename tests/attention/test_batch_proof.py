@@ -175,7 +175,7 @@ def test_ranks_with_any_number_of_documents_make_the_same_calls():
     for lengths in ([9], LENGTHS):
         prove_on_batch(model, batch_with(lengths))
         counts.append(int(calls[0]))
-    assert counts == [5, 10]
+    assert counts == [6, 12]
 
 
 @pytest.mark.parametrize("distance", fast_only([1, 2, 4, -2], -2))

@@ -31,15 +31,9 @@ def case_of(model):
     return case
 
 
-def noise_of(case):
-    with case.undisturbed():
-        case.measure_noise(case.known[0])
-    return case.known[0].noise
-
-
 def test_rounding_is_measured_on_the_model():
     usual, growing, double = (
-        noise_of(case_of(model))
+        case_of(model).known[0].noise
         for model in (build("Mistral"), model_in_which_roundings_grow(), model_in_which_roundings_grow().double())
     )
     assert 0 < usual < ALWAYS_ALLOWED[torch.float32] / PROBE.factor < growing
