@@ -41,10 +41,8 @@ from hf_packing.attention.route import (
     Route,
     borders_left_out,
     is_patched,
-    known_routes,
     methods_for,
     packed_share,
-    route_key,
     route_of,
 )
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
@@ -173,11 +171,18 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
             f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location}; call "
             "patch_model while the weights are in memory, or pass prove='small'"
         )
+    only, unknown = None, ""
     with random_where_zero(inner):
-        is_known = route_key(inner) in known_routes
-        find_and_prove(inner)
-        if not is_known and has_thresholds(inner.config):
-            find_for_long_documents(inner)
+        if has_thresholds(inner.config):
+            # some modules work differently on documents longer than a window, or than the 2048 tokens that they select;
+            # those of a proof are shorter, so the route is one that works on a copy with small thresholds
+            try:
+                only = find_on_small_copy(inner)
+            except NoCopyError as error:
+                unknown = str(error)
+        find_and_prove(inner, only)
+    if unknown:
+        warnings.warn(f"patch_model proved isolation on short documents only: {unknown}", stacklevel=3)
 
 
 def _check_configuration(model: PreTrainedModel) -> None:
@@ -327,8 +332,7 @@ layer to layer. In float64, the errors stay small, but some kernels do not suppo
 def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
     """Install the fastest route that is proven to keep documents apart.
 
-    A route that was found before, for a model with the same `route_key`, is tried first. If `only` is given, no other
-    route is tried. After an error or an interruption, the model is left unpatched.
+    If `only` is given, no other route is tried. After an error or an interruption, the model is left unpatched.
 
     Raises:
         ModelNotSupportedError: no route passes the proof, the model cannot be called with input_ids alone, or the
@@ -358,7 +362,7 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route
     model has no vocabulary, try to prove that it takes padded batches, too."""
     cases = _examined(Runner(model, module))
     facts = _install_proven_route(cases, only).facts
-    facts.sees_labels = sees_labels(*cases)
+    facts.sees_labels = sees_labels(cases[0])
     facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
     facts.takes_packed_rows = module is model
     if not has_vocabulary(model):
@@ -397,17 +401,12 @@ def _treats_pad_as_padding(like: RowCase) -> bool:
 
 def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
     """Install the fastest route that is proven to keep documents apart, and return it."""
-    model = cases[0].model
-    key = route_key(model)
-    if (known := only or known_routes.get(key)) is not None:
-        with nullcontext() if only else suppress(ModelNotSupportedError, AttributeError):
-            known_routes[key] = _prove(known, cases)
-            return known_routes[key]
-    failures: dict[str, None] = {}
+    if only is not None:
+        return _prove(only, cases)
+    model, failures = cases[0].model, dict[str, None]()
     for method in methods_for(model, cases[0].runner.called):
         try:
-            known_routes[key] = _search_and_prove(method, cases, tuple(failures))
-            return known_routes[key]
+            return _search_and_prove(method, cases, tuple(failures))
         except ModelNotSupportedError as error:
             attention = "varlen attention" if method.attention else "the attention of the model"
             failures[f"with {attention}: {error}"] = None
@@ -437,7 +436,8 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
     for thorough in (False, True):
         search = Search(model, case.row, thorough)
         try:
-            with _installed(Route(method, (), 1.0), model), case.undisturbed(), switched_off():
+            with unpatched_on_error(model), case.undisturbed(), switched_off():
+                install(model, Route(method, (), 1.0))
                 # attention is exact: a kernel that is wrong would look like a module that has to run by segment
                 forward = partial(case.outputs, case.tokens)
                 forward()
@@ -453,6 +453,8 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
             return _prove(route, cases)
         except ModelNotSupportedError as error:  # also where a module that is built like another gets other inputs
             failure = error
+        except Exception as error:  # custom model code may raise anything
+            failure = ModelNotSupportedError(f"the model cannot be called on a packed row: {error}")
     reasons = [str(failure)]
     if route and route.by_segment:
         by_segment = ", ".join(f"{number} {kind}" for kind, number in route.modules.items())
@@ -463,28 +465,12 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
-@contextmanager
-def _installed(route: Route, model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: install a route. After an error in the block, the model is left unpatched.
-
-    Raises:
-        ModelNotSupportedError: the block has raised this or another error.
-    """
-    with unpatched_on_error(model):
-        install(model, route)
-        try:
-            yield
-        except ModelNotSupportedError:
-            raise
-        except Exception as error:  # custom model code may raise anything
-            raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
-
-
 def _prove(route: Route, cases: list[RowCase]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it with the facts that the proof has found. If
     the proof fails, raise ModelNotSupportedError, and leave the model unpatched."""
     route = replace(route, facts=Facts(unproven="; ".join(case.unproven for case in cases if case.unproven)))
-    with _installed(route, cases[0].model):
+    with unpatched_on_error(cases[0].model):
+        install(cases[0].model, route)
         require(*cases)
     return route
 
@@ -539,32 +525,3 @@ def route_of_copy(copy: PreTrainedModel, model: PreTrainedModel) -> Route:
     if facts.refused_token is not None:
         facts.refused_token = pad_token_of(model)  # the copy has smaller token ids
     return replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
-
-
-def find_for_long_documents(model: PreTrainedModel) -> None:
-    """Keep the route of a patched model if it also works for long documents, or replace it by one that does.
-
-    Some modules work differently on documents that are longer than a threshold. For example, a module that selects the
-    best 2048 tokens selects all tokens of a shorter document, and a window of 4096 tokens hides none of them. The
-    documents that a route is tested with are shorter than such thresholds, so this function looks for a route on a
-    small copy of the model, in which the thresholds are small. If it is another route, it is then proven on the model
-    itself. If no copy can be built, the model keeps its route, with a warning.
-
-    Raises:
-        ModelNotSupportedError: no route is proven on the copy, or the route of the copy is not proven on the model,
-            which is left unpatched.
-    """
-    short, key = remove(model), route_key(model)
-    known = known_routes.pop(key, None)  # which is the short one; a model that takes no packed rows has none
-    try:
-        long = find_on_small_copy(model)
-    except NoCopyError as error:
-        install(model, short)
-        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=4)
-        return
-    if (long.method, long.by_segment, long.facts.proven) == (short.method, short.by_segment, short.facts.proven):
-        install(model, short)
-        if known is not None:
-            known_routes[key] = known
-    else:
-        find_and_prove(model, only=long)

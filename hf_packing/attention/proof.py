@@ -213,23 +213,20 @@ def _difference(case: Case, packed: Run, alone: Alone, unit: float) -> str:
     return ""
 
 
-def require(*cases: Case) -> list[Proof]:
+def require(*cases: Case) -> None:
     """Prove all cases of which something is known.
 
     Raises:
         ModelNotSupportedError: isolation is not proven, or the model cannot be called.
     """
-    proofs = []
     for case in cases:
         if not case.known:
             continue
         try:
-            proof = prove(case)
+            problem = prove(case).problem
         except ModelNotSupportedError:
             raise
         except Exception as error:  # custom model code may raise anything
             raise ModelNotSupportedError(f"the model cannot be called on a {case.where}: {error}") from error
-        if proof.problem:
-            raise ModelNotSupportedError(("in training mode, " if case.training else "") + proof.problem)
-        proofs.append(proof)
-    return proofs
+        if problem:
+            raise ModelNotSupportedError(("in training mode, " if case.training else "") + problem)

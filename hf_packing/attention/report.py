@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from hf_packing.attention.cases import Alone, DocumentTokens, RowCase
 from hf_packing.attention.kinds import prove_on_batch
 from hf_packing.attention.kinds.padded import examined_padded_rows
-from hf_packing.attention.kinds.trees import prove_trees
 from hf_packing.attention.model import (
     distinctive_lengths,
     embedding_of,
@@ -24,7 +23,7 @@ from hf_packing.attention.model import (
     weights_location,
 )
 from hf_packing.attention.proof import Proof, prove
-from hf_packing.attention.route import Route, is_patched, route_of
+from hf_packing.attention.route import Route, route_of
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.batch.segments import part_in
@@ -85,7 +84,6 @@ def check_isolation(
     rows: int = 1,
     seed: int = 0,
     batch: Mapping[str, Any] | None = None,
-    trees: bool = False,
 ) -> IsolationReport:
     """Check whether packed documents affect each other in a model.
 
@@ -105,9 +103,6 @@ def check_isolation(
     without the patch. If replaced documents change others, the reason names the module in which this begins. If the
     model is sharded, all ranks have to call `check_isolation` at the same time.
 
-    With `trees`, the documents share prefixes, and a patched model runs them as a row of trees, in which each shared
-    prefix stands once. The check is the proof of `patch_model(model, trees=True)`.
-
     Args:
         model: a model of transformers with any head, patched or not, on any device. The model may be wrapped by PEFT,
             DDP or torch.compile.
@@ -117,7 +112,6 @@ def check_isolation(
         seed: seed of the random tokens.
         batch: a packed batch with several documents, or of trees, as PackingCollator makes it, which replaces the
             random documents.
-        trees: whether to check a row of trees, of a patched model.
 
     Returns:
         A report that says whether documents are isolated, how large the largest leaks are, and which route a patched
@@ -125,8 +119,8 @@ def check_isolation(
 
     Raises:
         PackingError: `model` is not a PreTrainedModel, or is on the meta device; `rows` is less than 1; the collator
-            cuts documents; a patched model refuses the batch; `batch` has a single document; `trees` is True
-            for a model that is not patched; or `batch` or `trees` is given together with another argument.
+            cuts documents; a patched model refuses the batch; or `batch` has a single document, or is given together
+            with another argument.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -143,15 +137,11 @@ def check_isolation(
             f"model: expected weights in memory, but the weights of {type(model).__name__} are on the meta device; "
             "call check_isolation after they are loaded"
         )
-    if (batch is not None or trees) and sum((collator is not None, rows != 1, batch is not None, trees)) > 1:
-        raise PackingError(
-            f"{'trees' if trees else 'batch'}: expected no other argument, since each of them makes another batch"
-        )
     if batch is not None:
+        if collator is not None or rows != 1:
+            raise PackingError("batch: expected no other argument, since collator and rows make another batch")
         return _check_batch(model, batch)
     model = inner_model(model)
-    if trees:
-        return _check_trees(model)
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
     lengths = distinctive_lengths(model)
@@ -229,23 +219,6 @@ def _report(model: PreTrainedModel, proofs: list[Proof], reason: str, unproven: 
         modes=(last.mode,) if last.problem else tuple(each.mode for each in proofs),
         unproven=unproven,
         kernel=last.kernel,
-    )
-
-
-def _check_trees(model: PreTrainedModel) -> IsolationReport:
-    """Prove that a patched model runs rows of trees, and return a report of the proof."""
-    if not is_patched(model):
-        raise PackingError(f"trees: expected a model patched by patch_model, but {type(model).__name__} is not patched")
-    try:
-        proofs, unproven = prove_trees(model)
-    except ModelNotSupportedError as error:
-        return IsolationReport(False, nan, str(error), route=route_of(model))
-    return _report(
-        model,
-        proofs,
-        "changing a segment of a tree changed no logits but its own and those below it, and all documents equal the "
-        "same documents alone",
-        unproven,
     )
 
 

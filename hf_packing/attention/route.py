@@ -19,7 +19,7 @@ from hf_packing.attention.model import Arguments, Signature
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS, TREE_BORDERS, TREE_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.upstream.torch import mark_changing
-from hf_packing.upstream.transformers import attention_name, can_set_attention
+from hf_packing.upstream.transformers import can_set_attention
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
@@ -220,16 +220,3 @@ def sees_labels(model: PreTrainedModel) -> bool:
     """
     route = route_of(model)
     return route is not None and route.facts.sees_labels
-
-
-known_routes: dict[Any, Route] = {}
-"""Routes that were already found and proven in this process. The keys are results of `route_key`."""
-
-
-def route_key(model: PreTrainedModel) -> Any:
-    """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
-    other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
-    repeat all checks of the search, the key contains the names and classes of all modules."""
-    config, classes = model.config, tuple((name, type(module)) for name, module in model.named_modules())
-    facts = attention_name(config), model.dtype, model.device.type, borders_left_out.get()
-    return classes, config.to_json_string(), *facts

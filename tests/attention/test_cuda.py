@@ -230,10 +230,10 @@ def test_a_kernel_that_fails_is_replaced(monkeypatch, kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_patched_models_on_trees(name, dtype):
     model = hfp.patch_model(build(name, dtype).cuda(), trees=True)
-    report = hfp.check_isolation(model, trees=True)
+    batch = {each: value.cuda() for each, value in inputs_of(CHAT).items()}
+    report = hfp.check_isolation(model, batch=batch)
     assert report.isolated
     assert ("path by path" in report.kernel) is (dtype == torch.float32)
-    batch = {each: value.cuda() for each, value in inputs_of(CHAT).items()}
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable()

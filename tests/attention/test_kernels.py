@@ -280,7 +280,7 @@ def test_rows_of_trees_run_on_kernels(monkeypatch, name, kernel):
     monkeypatch.setattr(function, "attend_exactly", lambda *_, **__: pytest.fail("not on the kernel"))
     hfp.patch_model(model, trees=True)
     check_documents(stock, model, tree(), close=1e-5)
-    report = hfp.check_isolation(model, trees=True)
+    report = hfp.check_isolation(model, batch=inputs_of(CHAT))
     assert report.isolated
     assert str(report).endswith(f"\nkernel: {kernel.name}")
 

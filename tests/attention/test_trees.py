@@ -89,9 +89,6 @@ def test_the_proof_notices_faults(monkeypatch, name, fault, message):
     break_trees(monkeypatch, fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         hfp.patch_model(model, trees=True)
-    report = hfp.check_isolation(model, trees=True)
-    assert not report.isolated
-    assert re.search(message, report.reason)
     assert "trees" not in route_of(model).facts.proven
     monkeypatch.undo()
     assert "trees" in route_of(hfp.patch_model(model, trees=True)).facts.proven
@@ -165,13 +162,8 @@ def test_a_batch_of_trees_shows_faults(monkeypatch, fault, message):
 
 
 def test_reports_of_trees():
-    with pytest.raises(hfp.PackingError, match="trees: expected a model patched by patch_model"):
-        hfp.check_isolation(build("Llama"), trees=True)
-    model = llama()
-    with pytest.raises(hfp.PackingError, match="trees: expected no other argument"):
-        hfp.check_isolation(model, trees=True, rows=2)
-    report = hfp.check_isolation(model, trees=True)
+    model = llama(trees=True)
+    report = hfp.check_isolation(model, batch=tree_batch())
     assert report.isolated
     assert (report.max_leak, report.max_gradient_leak) == (0, 0)
     assert "trees: shared prefixes are computed once" in str(report)
-    assert hfp.check_isolation(model, batch=tree_batch()).isolated

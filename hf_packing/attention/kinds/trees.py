@@ -27,7 +27,7 @@ from hf_packing.attention.kinds.kind import Batch, proving, refuse_earlier_token
 from hf_packing.attention.kinds.padded import PADDED, PaddedRows, unpadding_of
 from hf_packing.attention.layout import Layout, on_device, within
 from hf_packing.attention.model import Arguments, Inputs
-from hf_packing.attention.proof import Proof, require
+from hf_packing.attention.proof import require
 from hf_packing.attention.route import PATCH, Route
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.token_axes import Place, TokenAxes
@@ -251,15 +251,11 @@ def _row_of_trees(segments: DocumentTokens) -> Arguments:
 
 
 @torch.inference_mode(False)  # gradients are compared
-def prove_trees(model: PreTrainedModel) -> tuple[list[Proof], str]:
+def prove_trees(model: PreTrainedModel) -> None:
     """Prove that a patched model runs rows of trees, and note this in its route.
 
     Args:
         model: a patched model.
-
-    Returns:
-        The proofs, in evaluation mode and in training mode, and the reason why the latter is not fully proven, or an
-        empty string.
 
     Raises:
         ModelNotSupportedError: a document has other outputs or gradients in a tree than alone, or a segment depends on
@@ -273,11 +269,10 @@ def prove_trees(model: PreTrainedModel) -> tuple[list[Proof], str]:
     training.replacements = []
     examine_in_training(training, evaluation)
     with within(proving, True):
-        proofs = require(evaluation, training)
+        require(evaluation, training)
     route: Route = getattr(model, PATCH).route
     by_path = f", {len(route.by_segment)} modules on each path" if route.by_segment else ""
     route.facts.proven[TREES] = f"shared prefixes are computed once{by_path}"
-    return proofs, training.unproven
 
 
 def _refuse_unstable_prefixes(case: TreeCase) -> None:
