@@ -6,7 +6,7 @@ here, and what they show of a model's own loss; training batches are in batch_pr
 batches in the files of these (kinds).
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class Alone:
     """The largest change of an output by rounding, in standard deviations of the outputs; 0 if it was not measured."""
 
 
-_Graded = Sequence[dict[int, Sequence[int]]]
+_Graded = Sequence[Mapping[int, Sequence[int]]]
 """For each backward pass, the documents whose outputs have gradients, and the segments of each among the outputs."""
 
 _DUMMY_TOKENS = 8
