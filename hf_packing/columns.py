@@ -51,7 +51,7 @@ ENDS = "ends"
 TRAINED = "trained"
 """The tokens that documents of a row of trees train on, as runs of three numbers: the index of the document in the row,
 the place in the document at which the run begins, and the number of tokens of the run."""
-TREE_BORDERS = (SEGMENT_LENGTHS, PARENTS)
+TREE_BORDERS = (PARENTS, SEGMENT_LENGTHS)
 """The columns from which a model reads the trees of a row."""
 TREE_COLUMNS = (TREE_INPUT_IDS, TREE_LABELS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED)
 """The columns of a row of trees."""

@@ -23,7 +23,7 @@ from hf_packing.files import UNFINISHED
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.rows.cache import UNTOUCHED_FOR
 from hf_packing.text.tokenize import load_tokenizer
-from hf_packing.training.resume import STATE_FILE, load_stream
+from hf_packing.training.resume import ROWS_FILE, load_batches
 
 PACKAGE = Path(hfp.__file__).parent
 
@@ -83,9 +83,9 @@ def test_arrays_of_plans_and_caches(mark, tmp_path, plant):
 
 @pytest.mark.parametrize("plant", [pickled, by_torch])
 def test_states_in_checkpoints(mark, tmp_path, plant):
-    plant(tmp_path / STATE_FILE, Planted(mark))
+    plant(tmp_path / ROWS_FILE, Planted(mark))
     with pytest.raises(pickle.UnpicklingError):
-        load_stream(tmp_path)
+        load_batches(tmp_path / ROWS_FILE)
     accelerator = Accelerator(cpu=True)
     loader = hfp.prepare_dataloader(accelerator, documents(9), hfp.TokenBudget(64))
     accelerator.save_state(tmp_path / "state")

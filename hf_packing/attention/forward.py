@@ -24,7 +24,7 @@ from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, r
 from hf_packing.attention.function import register
 from hf_packing.attention.kinds import KINDS
 from hf_packing.attention.kinds.kind import ROW, Batch, current_batch, itself_uncompiled, tokens_of
-from hf_packing.attention.kinds.packed import needs_borders, without_first_labels
+from hf_packing.attention.kinds.packed import check_has_first_labels, needs_borders, without_first_labels
 from hf_packing.attention.kinds.padded import may_be_packed
 from hf_packing.attention.layout import CACHES, Layout, current_layout, running, within
 from hf_packing.attention.model import (
@@ -280,7 +280,10 @@ class PatchedForward(ReplacedForward):
             return inputs, None
         self._check_patch(inputs)
         batch = next(filter(None, (kind.read(self, inputs) for kind in KINDS)))
-        check_loader(len(batch.layout.lengths), patch.facts.sees_labels and not has_vocabulary(self.model))
+        is_tagger = patch.facts.sees_labels and not has_vocabulary(self.model)
+        check_loader(len(batch.layout.lengths), is_tagger)
+        if is_tagger:
+            check_has_first_labels(inputs)
         may_begin = not training and not needs_borders.get() and not batch.has_padding
         if may_begin and begins_text(self.model, inputs, batch.layout):
             return self.signature.without_unknown(inputs, READ_ARGUMENTS), None

@@ -341,12 +341,16 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
         _check_values("segment_shared", shared, 0, most)
         own = length - shared
     _check_values("segment_length", sums_of(own, offsets), 0, capacity, "as the sum in pack")
-    # a segment begins where the one before it in its document ends, or later
-    ordered = np.flatnonzero((np.bincount(document) > 1)[document])
-    ordered = ordered[np.lexsort((start[ordered], document[ordered]))]
-    left, right = ordered[:-1], ordered[1:]
-    least = np.zeros(len(document), dtype=np.int64)
-    least[right] = (document[left] == document[right]) * (start[left].astype(np.int64) + length[left])
+    least: IntArray | int = 0
+    is_used = np.zeros(len(documents), dtype=bool)
+    is_used[document] = True
+    if np.count_nonzero(is_used) < len(document):
+        # a segment begins where the one before it in its document ends, or later
+        ordered = np.flatnonzero((np.bincount(document) > 1)[document])
+        ordered = ordered[np.lexsort((start[ordered], document[ordered]))]
+        left, right = ordered[:-1], ordered[1:]
+        least = np.zeros(len(document), dtype=np.int64)
+        least[right] = (document[left] == document[right]) * (start[left].astype(np.int64) + length[left])
     _check_values("segment_start", start, least, documents[document] - length)
 
 

@@ -123,12 +123,13 @@ class PatternTable:
             if start_of_piece is not None:
                 start[target] = start_of_piece[piece]
         if self.seed is not None:
+            columns = [document, length] if start_of_piece is None else [document, length, start]
             generator = generator_for(self.seed, "documents of a pack")
             for first in range(0, len(size), _PACKS_AT_ONCE):
                 own = slice(pack_offsets[first], pack_offsets[min(first + _PACKS_AT_ONCE, len(size))])
                 order = np.arange(own.stop - own.start)
                 shuffle_in_groups(order, size[first : first + _PACKS_AT_ONCE], generator)
-                for column in (document, start, length):
+                for column in columns:
                     column[own] = column[own][order]
         return PackingPlan(
             document_length=lengths,
@@ -151,13 +152,17 @@ class PatternTable:
             shuffle_in_groups(document, of_length, generator_for(self.seed, "documents of equal length"))
         if (cuts.pieces_each == 1).all():
             return document, None
-        group = np.repeat(np.arange(len(cuts.documents)), cuts.documents)
-        pieces = cuts.pieces_each[group]
-        piece = indices_in_ranges(cuts.piece_offsets[group], pieces)
-        order = sort_by_length(cuts.piece_length[piece])
+        # the n-th pieces of a group's documents are next to each other
+        group = np.repeat(np.arange(len(cuts.documents)), cuts.pieces_each)
+        by_length = np.argsort(cuts.piece_length, kind="stable")
+        first, number = offsets_of(cuts.documents)[group[by_length]], cuts.documents[group[by_length]]
+        document = document[indices_in_ranges(first, number)]
+        start = np.repeat(cuts.piece_start[by_length].astype(lengths.dtype), number)
         if self.seed is not None:
+            order = np.arange(len(document), dtype=smallest_index_type(len(document)))
             shuffle_in_groups(order, cuts.counts(), generator_for(self.seed, "pieces of equal length"))
-        return np.repeat(document, pieces)[order], cuts.piece_start[piece[order]]
+            document, start = document[order], start[order]
+        return document, start
 
     def metrics(self) -> PackingMetrics:
         """Return the metrics of the plan. The PackingPlan that `plan` returns has the same metrics."""

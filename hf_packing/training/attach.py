@@ -26,11 +26,10 @@ from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
-from hf_packing.training.trainer import PackedTrainer, StreamTrainer, UnpaddedTrainer, WholeRowTrainer
+from hf_packing.training.trainer import PackedTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.trees.forest import check_fewest_shared
 
 _PICTURES = {"image", "images", "pixel_values"}
@@ -154,46 +153,43 @@ def attach(
         with models_unpatched_on_error(trainer):
             unpadded = on_all_ranks(unpad)
         if isinstance(trainer, Trainer):
-            plain = without_attach(trainer)
-            kind: Any = type(plain)
-            trainer.attached = AttachedBatches(plain, prove)
-            trainer.__class__, trainer.data_collator = _subclass_with(UnpaddedTrainer, kind), plain.data_collator
-            trainer.remove_callback(BatchesOfCheckpoint)
+            _become(trainer, UnpaddedTrainer, AttachedBatches(without_attach(trainer), prove))
         return unpadded
     expect(False, "beside a batching; pass it to TokenBudget", share_prefixes=share_prefixes)
     plain = without_attach(trainer)
-    own: Any = type(plain)
+    is_whole = keeps_rows_whole(plain)
 
-    def plan(planned_from: PlannedFrom) -> tuple[AttachedPacks | AttachedRows, type[Trainer]]:
+    def plan(planned_from: PlannedFrom) -> AttachedPacks | AttachedRows:
         complete = check_batching(batching)
         if match_documents_per_step is not None:
             complete = with_documents_per_step(complete, match_documents_per_step)
-        if keeps_rows_whole(plain):
+        if is_whole:
             expect(None, "for rows that stay whole, of which the trainer computes its own loss", **of_packed_rows)
             check_trainer(plain, None)
             _check_keeps_rows(plain, complete, loss_unit)
-            return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, own)
+            return AttachedRows(plain, complete, prove, loss_unit, planned_from)
         expect(None, "for a language model, whose loss is a mean over labeled tokens; pass loss=", loss_unit=loss_unit)
         of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
         state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
         check_columns("attach", plain.train_dataset, state.reading.takes)
-        is_stream = isinstance(plain.train_dataset, datasets.IterableDataset)
-        return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, own)
+        return state
 
-    state, kind = on_all_ranks(plan)
+    state = on_all_ranks(plan)
     if state.batching.ranks_per_block > 1:
         block_of(state.batching.ranks_per_block)  # now, since a rank may make a loader alone
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))
         summary = on_all_ranks(lambda _: state.summary(plain))
-    trainer.attached, trainer.__class__ = state, kind
-    trainer.data_collator = state.collator
-    trainer.remove_callback(BatchesOfCheckpoint)
-    if not issubclass(kind, StreamTrainer):
-        trainer.add_callback(BatchesOfCheckpoint)
+        _become(trainer, WholeRowTrainer if is_whole else PackedTrainer, state)
     state.expected = decided_by(trainer)
     return summary
+
+
+def _become(trainer: Any, methods: Any, state: AttachedBatches) -> None:
+    """Give a trainer what attach has decided, and the class whose `methods` run first."""
+    trainer.__class__ = _subclass_with(methods, state.kind)
+    trainer.attached, trainer.data_collator = state, state.collator
 
 
 def keeps_rows_whole(trainer: Any) -> bool:
@@ -213,10 +209,8 @@ def keeps_rows_whole(trainer: Any) -> bool:
 
 def _has_pictures(dataset: Any) -> bool:
     """Return whether the rows of a map-style dataset have pictures in one of the usual columns."""
-    names = getattr(dataset, "column_names", None)
-    if names is None and hasattr(dataset, "__getitem__") and len(dataset):
-        names = dataset[0] if isinstance(dataset[0], Mapping) else None
-    return not _PICTURES.isdisjoint(names or ())
+    names = getattr(dataset, "column_names", None) or next(iter(dataset or ()), ())
+    return isinstance(names, (list, Mapping)) and not _PICTURES.isdisjoint(names)
 
 
 def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) -> None:

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention import compiles_forward, inner_model, labels_of_trees, temporarily
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
 from hf_packing.upstream.torch import WITHOUT_VALUES, PlainTensors, backward_hooks, subclassed, tree_leaves, tree_map
 
@@ -47,9 +46,12 @@ Reducer = Callable[[Tensor, slice], Tensor]
 class Weighting(NamedTuple):
     """A weighted sum of cross-entropies, which takes the place of the cross-entropy that a model computes."""
 
-    following: NextTokens
+    rows: Tensor
+    """The token that predicts each label, int64 [labels]."""
+    labels: Tensor
+    """int64 [labels]."""
     weights: Tensor
-    """float [1, tokens]: the weight of each token's label."""
+    """float [labels]: the weight of each label."""
     items: Any
     """The number by which the model divides the sum, or by which the sum is divided if the model takes a mean."""
 
@@ -276,15 +278,13 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name_of(function)
-        is_hook = name in ("register_hook", "retain_grad") and args[0].known is None
-        if is_hook and not _maker_of(*args[1:]).startswith(("torch.distributed.", "deepspeed.")):
-            if not args[0].head.sums:  # no loss is computed yet, so it can be one of whole rows
-                args[0].head.reason, is_hook = "a hook is registered on the logits", False
-            elif name == "retain_grad":
+        waits = name in ("register_hook", "retain_grad") and args[0].known is None
+        if waits and not _maker_of(*args[1:]).startswith(_WAITING):
+            if args[0].head.sums:
                 raise _refusal(name)
-            else:
-                args = args[0], partial(_without_gradient, args[1])
-        if is_hook or name in _WITHOUT_VALUES:
+            # no loss is computed yet, so it can be one of whole rows
+            args[0].head.reason, waits = "a hook is registered on the logits", False
+        if waits or name in _WITHOUT_VALUES:
             with PlainTensors():
                 return function(*args, **kwargs)
         if function is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
@@ -341,10 +341,9 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})
     if head.weighting is not None:
-        (rows, tokens, labels), of_tokens, items = head.weighting
-        weights = of_tokens[0, tokens]
+        rows, labels, weights, items = head.weighting
         places = logits.tokens("cpu")
-        is_whole = len(places) >= of_tokens.shape[1] - 1 and torch.equal(places, torch.arange(len(places)))
+        is_whole = len(places) >= head.shape[1] - 1 and torch.equal(places, torch.arange(len(places)))
         if reduction == "none" or options["label_smoothing"] or not is_whole:
             raise PackingError(
                 "loss: expected a cross-entropy of the logits of all tokens of a batch, with reduction='sum' or 'mean' "
@@ -420,25 +419,10 @@ def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-class _UnknownGradient(Tensor):
-    """Placeholder for the gradient of logits whose loss was computed in chunks. Hooks get it, and cannot read it."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _name_of(function) not in _WITHOUT_VALUES:
-            raise _refusal("one that reads it")
-        with PlainTensors():
-            return function(*args, **(kwargs or {}))
-
-
 def _name_of(function: Any) -> str:
     """Return the name of a function that torch calls on a tensor, or of the attribute that it reads."""
     name: str = (function.__self__ if function.__name__ == "__get__" else function).__name__
     return name
-
-
-def _without_gradient(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
-    return hook(gradient.as_subclass(_UnknownGradient))
 
 
 def _refusal(name: str) -> PackingError:
@@ -499,9 +483,13 @@ def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel)
     return "", True
 
 
+_WAITING = ("torch.distributed.", "deepspeed.", "lightning")
+"""Beginnings of the names of modules whose hooks on the outputs of a model read no gradient: those of DDP, FSDP,
+DeepSpeed and Lightning's Fabric only wait for the backward pass."""
+
+
 def _maker_of(hook: Any = None) -> str:
-    """Return the name of the module that a hook is from. Those of DDP, FSDP and DeepSpeed only wait for the backward
-    pass."""
+    """Return the name of the module that a hook is from."""
     return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
 

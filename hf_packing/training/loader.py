@@ -30,13 +30,13 @@ from hf_packing.training.step import StepCase
 from hf_packing.training.step_counts import micro_batch_counts
 
 
-def batches_loader(rows: Any, batches: Any, collate: Any, **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader of a sampler's micro-batches of rows.
+def batches_loader(rows: Any, collate: Any, **options: Any) -> DataLoader[Any]:
+    """Return a DataLoader of the micro-batches of rows that have a sampler.
 
     The seeds of its workers are not drawn from torch's global generator: otherwise a resumed run would have different
     dropout than an uninterrupted run.
     """
-    return DataLoader(rows, batch_sampler=batches, collate_fn=collate, generator=torch.Generator(), **options)
+    return DataLoader(rows, batch_sampler=rows.sampler, collate_fn=collate, generator=torch.Generator(), **options)
 
 
 def on_device(loader: DataLoader[Any], accelerator: Accelerator) -> Any:
@@ -270,11 +270,6 @@ class PackedLoader(StepLoader):
             PackingError: the state is of another version, or was saved with a different dataset, batching, loss or
                 product of ranks and gradient_accumulation_steps.
         """
-        if "steps" not in state:
-            raise PackingError(
-                f"state: expected one that this version of hf_packing has saved, with 'steps', got {', '.join(state)}; "
-                "go on with the version that saved it, or start the epoch again"
-            )
         self._sampler.check_can_resume(state)
         self.epoch = state["epoch"]
         self._begin_at_step(state["steps"])

@@ -102,19 +102,8 @@ def trees_of(batch: Batch) -> TreeSegments:
     return TreeSegments.from_arrays(batch[SEGMENT_LENGTHS].cpu().numpy(), batch[PARENTS].cpu().numpy())
 
 
-def trainable_per_document(batch: Batch) -> Tensor:
-    """Return how many tokens each document of a batch trains on, int64 [documents].
-
-    In a packed batch, documents are the segments, and their trained tokens have a label other than -100.
-    """
-    if is_tree_batch(batch):
-        document, _, length = batch[TRAINED].T
-        return torch.zeros_like(batch[ENDS]).index_add_(0, document, length)
-    return count_per_segment(batch, batch[LABELS][0] != IGNORED_LABEL)
-
-
 def count_per_segment(batch: Batch, chosen: Tensor) -> Tensor:
-    """Count the chosen tokens, bool [tokens], of each segment of a packed batch, int64 [segments]."""
+    """Count the chosen tokens, bool or 0 and 1 [tokens], of each segment of a packed batch, int64 [segments]."""
     counted: Tensor = F.pad(chosen.long().cumsum(0), (1, 0))[batch["cu_seq_lens_q"].long()]
     return counted.diff()
 
@@ -138,8 +127,7 @@ def items_in(batch: Batch, loss: Loss) -> Tensor:
     Returns:
         An int64 scalar: the number of items over which the loss of the batch is averaged.
     """
-    trainable = trainable_per_document(batch)
-    return trainable.sum() if loss == "token" else (trainable > 0).sum()
+    return weights_of(batch, loss).sum().round().long()
 
 
 def documents_and_tokens(batch: Batch) -> tuple[Places, Places]:
@@ -210,7 +198,7 @@ def weights_of(batch: Batch, loss: Loss) -> Tensor:
     if loss == "token":
         return labeled
     lengths = batch["cu_seq_lens_q"].long().diff()
-    return labeled / trainable_per_document(batch).clamp(min=1).repeat_interleave(lengths)[None]
+    return labeled / count_per_segment(batch, labeled[0]).clamp(min=1).repeat_interleave(lengths)[None]
 
 
 def with_share(batch: Batch, loss: Loss, items: Tensor, keep_labels: bool) -> Batch:

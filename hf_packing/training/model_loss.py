@@ -32,8 +32,9 @@ from hf_packing.attention import (
     takes_argument,
 )
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
+from hf_packing.batch.segments import segments_in
 from hf_packing.checks import expect
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, MAX_LENGTHS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import (
@@ -74,7 +75,8 @@ class WholeStep:
     def of(cls, model: nn.Module, batch: Batch, loss: Loss) -> "WholeStep":
         """Return a packed batch or a batch of trees, of a PackingCollator or as `with_share` returns it."""
         labels, inputs = batch[labels_key(batch)], inputs_of_model(batch)
-        kept = getattr(batch.get(MAX_LENGTHS[0]), "first_labels", None)
+        segments = segments_in(batch)
+        kept = None if segments is None else segments.first_labels
         inner = inner_model(model)
         if kept not in (None, sees_labels(inner)) and predicts_tokens(inner) and kept == predicts_next(model):
             how = "predicts" if kept else "does not predict"
@@ -93,8 +95,8 @@ class WholeStep:
             follows = False  # the labels are those of the next tokens already
         else:
             own = own.round().long()
-        following = NextTokens.of_batch(batch, labels, follows)
-        return cls({**inputs, LABELS: labels}, own, Weighting(following, weights, own.clamp(min=1)))
+        rows, tokens, targets = NextTokens.of_batch(batch, labels, follows)
+        return cls({**inputs, LABELS: labels}, own, Weighting(rows, targets, weights[0, tokens], own.clamp(min=1)))
 
     @property
     def items(self) -> Tensor:

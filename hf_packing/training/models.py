@@ -32,7 +32,7 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice, check_type, expect
-from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS
+from hf_packing.columns import INPUT_IDS, SEQ_IDX
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import check_labels_are_hidden
@@ -150,20 +150,20 @@ def watched_for_unpatched(batch: Batch) -> Iterator[list[str]]:
     found: list[str] = []
 
     def look(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if isinstance(module, PreTrainedModel) and module not in patched:
-            if is_patched(module):
-                patched.update(module.modules())
-            else:
-                called.append(module)
-        is_embedding = isinstance(module, nn.Embedding) and module not in patched
-        if is_embedding and given and isinstance(given[0], Tensor) and _crosses_a_border(given[0], batch):
+        if module in patched:
+            return
+        if isinstance(module, PreTrainedModel) and is_patched(module):
+            patched.update(module.modules())
+        elif isinstance(module, PreTrainedModel):
+            called.append(module)
+        elif isinstance(module, nn.Embedding) and given and _crosses_a_border(given[0], batch):
             embedded.append(module)
 
     with nn.modules.module.register_module_forward_pre_hook(look), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using `torch.compile")  # compiled modules run uncompiled here
         yield found
-    inside = {id(each) for model in called for each in model.modules() if each is not model}
-    outermost = dict.fromkeys(each for each in called if id(each) not in inside and each not in patched)
+    inside = {each for model in called for each in model.modules() if each is not model}
+    outermost = dict.fromkeys(each for each in called if each not in inside | patched)
     found += [type(each).__name__ for each in outermost if not {*each.modules()}.isdisjoint(embedded)]
 
 
@@ -172,10 +172,9 @@ def _crosses_a_border(tokens: Tensor, batch: Batch) -> bool:
     row, number = batch[INPUT_IDS].flatten(), tokens.numel()
     if tokens.is_floating_point() or not 1 < number <= len(row):
         return False
-    begins = (row.unfold(0, number, 1) == tokens.flatten()).all(1).nonzero()[:, 0]
-    borders = batch[CU_SEQ_LENS[0]][1:-1] if CU_SEQ_LENS[0] in batch else torch.arange(1, len(row), device=row.device)
-    crosses = ((begins[:, None] < borders) & (borders < begins[:, None] + number)).any(1)
-    return len(begins) > 0 and bool(crosses.all())
+    document = batch[SEQ_IDX][0] if SEQ_IDX in batch else torch.arange(len(row), device=row.device)
+    of_places = document.unfold(0, number, 1)[(row.unfold(0, number, 1) == tokens.flatten()).all(1)]
+    return len(of_places) > 0 and bool((of_places[:, 0] != of_places[:, -1]).all())
 
 
 def _describe(model: PreTrainedModel) -> str:

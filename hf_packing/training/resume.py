@@ -1,10 +1,13 @@
 """Checkpoints of a Trainer and of an Accelerator: how batches are planned, and how far loaders and streams have come.
 
 The state of a stream is saved once for the logical streams of all ranks, so a run can go on with another number of
-ranks. States are loaded with `weights_only=True`, so a file that somebody else wrote runs no code.
+ranks. Of other batches, what decides them is saved, since the number of steps tells how far they have come. States are
+loaded with `weights_only=True`, so a file that somebody else wrote runs no code.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,41 +15,62 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
+from hf_packing.attention import temporarily
+from hf_packing.checks import expect
 from hf_packing.errors import PackingError
+from hf_packing.training.streams import StreamedRows
 
-STATE_FILE = "packed_stream.pt"
-"""The file in the folder of a checkpoint with the state of the training's stream."""
+STREAM_FILE, ROWS_FILE = "packed_stream.pt", "packed_rows.pt"
+"""Files in the folder of a Trainer's checkpoint: the state of the stream, or what decides the batches of other rows."""
 
 _LOADERS: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 """How many loaders each accelerator saves."""
 
 
-class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
-    """A Trainer callback that records in checkpoints how batches are planned, and checks this in a resumed run."""
+@contextmanager
+def batches_resumed(trainer: Any, folder: Any) -> Iterator[None]:
+    """Context manager for a training: it goes on after the batches of the checkpoint in a folder, if there is one.
 
-    batches: dict[str, Any] | None = None
-    """What decides the batches; None if the number of steps does not tell the position in the epoch."""
+    Raises:
+        PackingError: the checkpoint was saved with other optimizer steps, or does not tell where in the data it was.
+    """
+    source, ignores = trainer.attached.source, trainer.args.ignore_data_skip
+    is_stream = isinstance(source, StreamedRows)
+    saved = load_batches(Path(folder) / (STREAM_FILE if is_stream else ROWS_FILE)) if folder and not ignores else None
+    if not is_stream:
+        if saved is not None:
+            source.sampler.check_can_resume(saved)
+        yield
+        return
+    unread = "for a stream, since it saves checkpoints before a step whose rows were already read; use save_steps"
+    expect(False, unread, enable_jit_checkpoint=getattr(trainer.args, "enable_jit_checkpoint", False))
+    resumed = ResumedStream(saved, ignores)
+    trainer.add_callback(resumed)
+    try:
+        with temporarily(trainer.args, ignore_data_skip=True):  # else, Trainer would read and drop all batches before
+            yield
+    finally:
+        trainer.remove_callback(resumed)
 
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"batches": self.batches}}
 
-    def on_train_begin(self, args: Any, state: Any, *_: Any, **known: Any) -> None:
-        """If training resumes from a checkpoint, refuse settings that give other optimizer steps than those saved."""
-        sampler = known["train_dataloader"].dataset.sampler
-        begins_new_epoch = args.ignore_data_skip and state.global_step % sampler.optimizer_steps
-        if state.global_step and not args.ignore_data_skip:
-            saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
-            if saved is None:
-                raise PackingError(
-                    "resume_from_checkpoint: expected a checkpoint of an attached trainer whose steps tell the place "
-                    "in the epoch, got a checkpoint of another trainer, or of a run that was resumed with "
-                    "ignore_data_skip=True in the middle of an epoch; set ignore_data_skip=True to begin a new epoch"
-                )
-            sampler.check_can_resume(saved)
-        self.batches = None if begins_new_epoch else sampler.plan_inputs()
-        state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of another trainer lacks it
+def save_batches(trainer: Any, folder: Path) -> None:
+    """Write the state of a training's batches into a checkpoint; all ranks call this together.
+
+    None is written if the number of steps does not tell the place in the epoch.
+    """
+    state, source, file = trainer.attached, trainer.attached.source, ROWS_FILE
+    if isinstance(source, StreamedRows):
+        saved, file = trainer.callback_handler.train_dataloader.state_dict(), STREAM_FILE
+    elif trainer.args.ignore_data_skip and state.first_step % source.sampler.optimizer_steps:
+        saved = None
+    else:
+        saved = source.sampler.plan_inputs()
+    if trainer.args.should_save:
+        for name in (ROWS_FILE, STREAM_FILE):  # of an earlier run
+            (folder / name).unlink(missing_ok=True)
+        if saved is not None:
+            save_state(saved, folder / file)
 
 
 class ResumedStream(TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -106,12 +130,12 @@ def load_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def load_stream(folder: Any) -> dict[str, Any]:
-    """Return the state of the stream in a checkpoint of a Trainer, or raise PackingError if it has none."""
-    file = Path(folder) / STATE_FILE
+def load_batches(file: Path) -> dict[str, Any]:
+    """Return the state of the batches in a checkpoint of a Trainer, or raise PackingError if it has none."""
     if not file.is_file():
         raise PackingError(
-            f"resume_from_checkpoint: expected a checkpoint of a trainer attached to a stream, got {folder} without "
-            f"{STATE_FILE}; to begin with the first row of the stream instead, set ignore_data_skip=True"
+            f"resume_from_checkpoint: expected a checkpoint of an attached trainer on such data, got {file.parent} "
+            f"without {file.name}, of another trainer, or of a run that was resumed with ignore_data_skip=True in the "
+            "middle of an epoch; set ignore_data_skip=True to begin a new epoch"
         )
     return load_state(file)

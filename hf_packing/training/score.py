@@ -4,7 +4,7 @@
 with gradients.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -164,7 +164,7 @@ def score(
         for number, sequence in enumerate(tokens):
             same.setdefault(sequence.tobytes(), []).append(number)
         same.pop(b"", None)
-        numbers = list(same.values())
+        numbers = [*same.values()]
         rank, world_size = 0, 1
         if is_initialized():
             rank, world_size = PartialState().process_index, PartialState().num_processes
@@ -174,7 +174,7 @@ def score(
         found = []
         with in_mode(model, training=False), torch.no_grad():
             for row in tqdm(own, unit=" rows", disable=not progress or rank > 0):
-                places = {number: each for sequence, each in row.places() for number in numbers[sequence]}
+                places = {number: each for sequence, each in row.places.items() for number in numbers[sequence]}
                 found.append((list(places), _score_row(model, row, places, documents, hidden, has_likelihoods)))
     gathered = gather_object(found) if world_size > 1 else found
     results = np.zeros((len(documents), gathered[0][1].shape[1] if gathered else 2))
@@ -197,22 +197,12 @@ class _Document(NamedTuple):
 class RowToScore(NamedTuple):
     """Sequences of tokens that a model runs in one row."""
 
-    sequences: list[int]
-    """The number of each sequence."""
-    paths: TreePaths
-    """The length of each sequence, and the tokens that it shares with the one before it; none in a packed row."""
+    places: dict[int, _Integers]
+    """For each sequence, by its number, the indices of its tokens in the row, int64 [tokens]."""
+    tokens: int
+    """The number of tokens in the row."""
     build: Callable[[], Rows]
     """Builds the packed row or, if sequences share tokens, the row of trees."""
-
-    def inputs(self) -> Batch:
-        """Return the model's inputs."""
-        return inputs_of_model(PackingCollator()(self.build().table.to_pylist()))
-
-    def places(self) -> Iterator[tuple[int, _Integers]]:
-        """Yield each sequence's number, and the indices of its tokens in the row, int64 [tokens]."""
-        ranges = pairwise(offsets_of(self.paths.length).tolist())
-        for sequence, (first, end) in zip(self.sequences, ranges, strict=True):
-            yield sequence, self.paths.tokens[first:end]
 
 
 def rows_to_score(sequences: Sequence[_Integers], max_tokens: int, fewest_shared: int | None) -> list[RowToScore]:
@@ -235,9 +225,10 @@ def rows_to_score(sequences: Sequence[_Integers], max_tokens: int, fewest_shared
     for pack, (first, end) in enumerate(pairwise(plan.pack_offsets.tolist())):
         packing = trees if shared[first:end].any() else packed
         paths = TreePaths(plan.segment_length[first:end], shared[first:end])
-        build = partial(packing.rows, columns, plan, np.array([pack]))
-        rows.append(RowToScore(plan.segment_document[first:end].tolist(), paths, build))
-    return sorted(rows, key=lambda row: -row.paths.own.sum())
+        of_sequences = np.split(paths.tokens, offsets_of(paths.length)[1:-1])
+        places = dict(zip(plan.segment_document[first:end].tolist(), of_sequences, strict=True))
+        rows.append(RowToScore(places, paths.own.sum(), partial(packing.rows, columns, plan, np.array([pack]))))
+    return sorted(rows, key=lambda row: -row.tokens)
 
 
 def _read(documents: Any) -> list[_Document]:
@@ -281,7 +272,7 @@ def _score_row(
         The log-likelihood, the number of scored tokens that are not the most probable ones, and the pooled states.
     """
     device = input_device(inner_model(model))
-    inputs = send_to_device(row.inputs(), device)
+    inputs = inputs_of_model(send_to_device(PackingCollator()(row.build().table.to_pylist()), device))
     chosen = [documents[number] for number in places]
     pairs = [  # the token that predicts each token to score, and this token
         np.stack([own[each.scored - 1], each.tokens[each.scored]])

@@ -28,6 +28,7 @@ from hf_packing.columns import (
     KNOWN_COLUMNS,
     LABELS,
     SEGMENT_COLUMNS,
+    SOURCE,
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
 )
@@ -104,17 +105,20 @@ class PackedRows:
 
     dataset: Any
     """The dataset, or the trees of its documents."""
-    sampler: RankBatchSampler
-    """The sampler of this rank."""
+    rows: SampledRows
+    """The rows of the micro-batches of this rank."""
     reading: Reading
     """How rows are read."""
-    more: Sequence[str]
-    """Further columns to read."""
     loss: Loss = "token"
     batching: Batching | None = None
     """The batching of the training, which lays documents out on several ranks in evaluations, too."""
     labels: LabelCounts | None = None
     """The labels that are left after documents were cut or dropped; None if they were not counted."""
+
+    @property
+    def sampler(self) -> RankBatchSampler:
+        """The sampler of this rank."""
+        return self.rows.sampler
 
     @property
     def shares_prefixes(self) -> bool:
@@ -125,8 +129,7 @@ class PackedRows:
         """Return a few rows with their labels; none if a collator masks tokens."""
         if self.reading.masking is not None:
             return []
-        rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
-        return rows.__getitems__([(number, False) for number in rows_to_sample(len(self.dataset), count)])
+        return self.rows.__getitems__([(number, False) for number in rows_to_sample(len(self.rows), count)])
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Count the labels that are left for training, where they are known before.
@@ -144,12 +147,6 @@ class PackedRows:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 
-    def _rows(self) -> SampledRows:
-        reading = self.reading
-        if reading.masking is None:
-            return SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
-        return MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
-
     def _collator(
         self, accelerator: Accelerator, collate: PackingCollator, lay_out: Callable[[Any], RankLayout] | None = None
     ) -> Callable[[Sequence[Row]], Batch]:
@@ -162,13 +159,13 @@ class PackedRows:
     def next_rows(self, count: int) -> Iterator[tuple[int | None, Row]]:
         """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
         None if it is not a document of the dataset as it is."""
-        rows, sampler = self._rows(), self.sampler
+        sampler = self.sampler
         is_fixed = isinstance(self.dataset, list) or shows_table(self.dataset)  # others may change rows
         is_whole = (
             is_fixed and self.reading.masking is None and sampler.rows.pieces is None and not sampler.sizes.packed
         )
         for row in islice(chain.from_iterable(sampler), count):
-            yield row[0] if is_whole and not row[1] else None, rows.__getitems__([row])[0]
+            yield row[0] if is_whole and not row[1] else None, self.rows.__getitems__([row])[0]
 
     def collator_of_documents(self, accelerator: Accelerator, collate: PackingCollator) -> Callable[[Any], Batch]:
         """Return the collator of batches of some documents, as training makes them. Of a row on several ranks, every
@@ -189,7 +186,7 @@ class PackedRows:
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        batches = batches_loader(self._rows(), self.sampler, self._collator(accelerator, collate), **options)
+        batches = batches_loader(self.rows, self._collator(accelerator, collate), **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
@@ -228,35 +225,34 @@ def open_source(
     """
     rank, world_size = data_rank(accelerator)
     if in_order is None:
-        planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=loss)
-        planned_from.note_settings(shuffles_of_numpy=shuffles_of_numpy())
-    _refuse_columns_of_documents(dataset, reading.takes)
+        settings = {"batching": batching, "gradient_accumulation_steps": accumulation, "loss": loss}
+        planned_from.note_settings(**settings, shuffles_of_numpy=shuffles_of_numpy())
+    more = passed_on(dataset, reading.takes)
     if isinstance(dataset, datasets.IterableDataset):
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
         )
-        known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
-        names = [each for each in known if each in streams.features and each not in reading.unread]
-        rows = StreamedRows(
+        known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS, SOURCE]
+        names = [each for each in (*known, *more) if each in streams.features and each not in reading.unread]
+        streamed = StreamedRows(
             streams,
             rows_per_batch,
             max_tokens,
             dataset,
-            names + passed_on(streams.features, reading.takes),
+            names,
             world_size,
             accumulation,
             loss,
             length_schedule=getattr(batching, "length_schedule", None),
             restarts=in_order is not None,
         )
-        planned_from.note_settings(**{name: rows})
-        return rows
+        planned_from.note_settings(**{name: streamed})
+        return streamed
     check_map_style(name, dataset)
-    together = 1 if in_order is not None or batching is None else batching.ranks_per_block
-    if world_size < accelerator.num_processes:
-        expect(1, "with tensor parallelism", max_ranks_per_document=together)
-    plans, more = in_order or batching, passed_on(dataset, reading.takes)
+    plans = in_order or batching
     assert plans is not None
+    if world_size < accelerator.num_processes:
+        expect(1, "with tensor parallelism", max_ranks_per_document=plans.ranks_per_block)
     if plans.fewest_shared is not None:
         assert isinstance(plans, TokenBudget)
         how = plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more, plans.max_length
@@ -264,31 +260,36 @@ def open_source(
     sizes = sizes_of(dataset)
     planned_from.note_data(name, dataset, sizes)
     planned_from.note_settings(data_collator=reading.masking)
-    kind = RankBatchSampler if reading.masking is None else EpochSampler
-    sampler = kind(plans, sizes, world_size, rank, accumulation)
+    if reading.masking is None:
+        sampler = RankBatchSampler(plans, sizes, world_size, rank, accumulation)
+        rows = SampledRows(dataset, sampler, reading.unread, reading.apply_masks, more)
+    else:
+        sampler = EpochSampler(plans, sizes, world_size, rank, accumulation)
+        rows = MaskedRows(dataset, sampler, reading.masking, reading.unread, more)
     sampler.more_inputs["loss"] = loss
-    return PackedRows(dataset, sampler, reading, more, loss, batching)
+    return PackedRows(dataset, rows, reading, loss, batching)
 
 
 def passed_on(data: Any, takes: Takes) -> list[str]:
-    """Return the names of the columns of a dataset, or among its features, that packing does not know and that are
-    passed on."""
-    return [name for name in _columns_of_numbers(data) if takes(name)]
+    """Return the names of the columns of a dataset that packing does not know and that are passed on.
 
-
-def _refuse_columns_of_documents(data: Any, takes: Takes) -> None:
-    """Raise PackingError if a column has one number for each document, and the model or the loss takes it."""
-    if found := [name for name in _columns_of_numbers(data, of_documents=True) if takes(name)]:
+    Raises:
+        PackingError: a column has one number for each document, and the model or the loss takes it.
+    """
+    found = {name: of_tokens for name, of_tokens in _columns_of_numbers(data).items() if takes(name)}
+    for name in (name for name, of_tokens in found.items() if not of_tokens):
         raise PackingError(
-            f"column {found[0]!r}: expected a number for each token, since the model's forward or compute_loss takes "
+            f"column {name!r}: expected a number for each token, since the model's forward or compute_loss takes "
             "this column, got one for each document, which has no place in a packed row. Repeat it, as in "
-            f"dataset.map(lambda row: {{{found[0]!r}: [row[{found[0]!r}]] * len(row['input_ids'])}}), or remove it"
+            f"dataset.map(lambda row: {{{name!r}: [row[{name!r}]] * len(row['input_ids'])}}), or remove it"
         )
+    return [*found]
 
 
 def check_columns(who: str, data: Any, takes: Takes) -> None:
     """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on."""
-    if left_out := sorted(name for name in _columns_of_numbers(data) if not takes(name)):
+    columns = _columns_of_numbers(data)
+    if left_out := sorted(name for name in columns if columns[name] and not takes(name)):
         way_out = " To read them in compute_loss, set remove_unused_columns=False" if who == "attach" else ""
         warnings.warn(
             f"{who} leaves out the columns {', '.join(left_out)}, since no argument of the model's forward has this "
@@ -297,22 +298,24 @@ def check_columns(who: str, data: Any, takes: Takes) -> None:
         )
 
 
-def _columns_of_numbers(data: Any, of_documents: bool = False) -> list[str]:
-    """Return the columns with a number for each token, or for each document, that packing does not know."""
+def _columns_of_numbers(data: Any) -> dict[str, bool]:
+    """Return which columns have numbers that packing does not know, and whether each has one for each token (True) or
+    one for each document (False)."""
     if isinstance(data, datasets.IterableDataset):
         data = data.features or data
     elif shows_table(data):
         data = datasets.Features({name: data.features[name] for name in visible_columns(data)})
     if isinstance(data, datasets.Features):
-        is_found = is_number if of_documents else is_token_type
-        return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_found(each.type)]
-    row: Any = next(iter(data), {})
-    values = row.items() if isinstance(row, Mapping) else ()
-    return [
-        name
-        for name, value in values
-        if name not in KNOWN_COLUMNS and (_is_one_number(value) if of_documents else numbers_in(value) is not None)
-    ]
+        found = [(each.name, is_token_type(each.type), is_number(each.type)) for each in data.arrow_schema]
+    else:
+        row: Any = next(iter(data), {})
+        values = row.items() if isinstance(row, Mapping) else ()
+        found = [(name, numbers_in(value) is not None, _is_one_number(value)) for name, value in values]
+    return {
+        name: of_tokens
+        for name, of_tokens, of_documents in found
+        if name not in KNOWN_COLUMNS and (of_tokens or of_documents)
+    }
 
 
 def _is_one_number(value: Any) -> bool:

@@ -10,7 +10,6 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched, temporarily
@@ -56,7 +55,7 @@ class AttachedBatches:
     """The state that `attach` stores as `trainer.attached`, of a trainer that keeps its own batches."""
 
     def __init__(self, trainer: Trainer, prove: ProveInTraining) -> None:
-        self.kind = type(trainer)
+        self.kind: Any = type(trainer)
         """The trainer's class before attach."""
         self.own_collator = self.collator = trainer.data_collator
         """The trainer's collator before attach, and after it."""
@@ -81,10 +80,10 @@ class Attached(AttachedBatches, ABC):
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
+        self.first_step: int | None = None
+        """The number of optimizer steps before the first one of the training."""
         self.expected: dict[str, Any] = {}
         """What must not change after attach, by name."""
-        self.modules: dict[str, nn.Module] = {}
-        """The modules of the model at the first batch of a training, by name."""
 
     @abstractmethod
     def settle(self, trainer: Trainer) -> None:
@@ -107,18 +106,6 @@ class Attached(AttachedBatches, ABC):
                 raise PackingError(
                     f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )
-
-    def check_modules(self, model: nn.Module) -> None:
-        """Raise PackingError if a module of the model is not the one that it was at the first batch of the training,
-        since nothing is proven of another one."""
-        current = dict(model.named_modules())
-        self.modules = self.modules or current
-        if current != self.modules:
-            name = next(each for each in self.modules | current if current.get(each) is not self.modules.get(each))
-            raise PackingError(
-                f"model: expected the modules of the first batch, but {name!r} is another one now, of which nothing is "
-                "proven; call attach again after a change"
-            )
 
     def loader_of(self, trainer: Trainer, source: Any) -> Any:
         """Return a loader of a source, with the settings of the trainer's arguments."""
@@ -171,7 +158,7 @@ class AttachedPacks(Attached):
         if shapes != (None, None):
             batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)
-        self.loss, self.shapes = loss, shapes
+        self.loss = loss
         self.max_tokens = shapes[0] or batching.most_tokens
         self.collator = collator_for(trainer.model, *shapes, batching.align_tokens)
         self.reading = Reading.of_trainer(trainer)
@@ -202,12 +189,12 @@ class AttachedPacks(Attached):
             loss=loss,
         )
         planned_from.note_settings(tokens=shapes[0], max_segments=shapes[1])
-        evaluation = trainer.eval_dataset
+        evaluation, named = trainer.eval_dataset, {"eval_dataset": trainer.eval_dataset}
         if isinstance(evaluation, dict):
             named = {f"eval_dataset[{name!r}]": each for name, each in evaluation.items()}
-        else:
-            named = {} if evaluation is None else {"eval_dataset": evaluation}
-        self.evaluated = [self.open_evaluation(trainer, *each, planned_from) for each in named.items()]
+        self.evaluated = [
+            self.open_evaluation(trainer, *each, planned_from) for each in named.items() if each[1] is not None
+        ]
         """The sources of the evaluation datasets that the trainer has at attach."""
 
     def __str__(self) -> str:
@@ -222,10 +209,10 @@ class AttachedPacks(Attached):
         """Return the source of an evaluation: rows in the order of the dataset, each on one or more ranks."""
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
-        rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
+        rows, max_segments = trainer.args.per_device_eval_batch_size, self.collator.max_segments
         in_order = InOrder(rows, max_tokens=self.batching.most_tokens, ranks=ranks)
-        if tokens is not None and max_segments is not None:
-            in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
+        if max_segments is not None:  # batches of fixed shapes
+            in_order = InOrder(max_tokens=self.max_tokens, max_documents=max_segments - 1)
         if isinstance(self.batching, TokenBudget):
             in_order = replace(in_order, max_length=self.batching.max_length, overflow=self.batching.overflow)
         source = open_source(
@@ -271,7 +258,7 @@ class AttachedPacks(Attached):
     def _check_rows(self, trainer: Trainer, source: Source) -> None:
         """Check that the model takes the rows, and that the loss can be that of rows of trees and of rows on several
         ranks: the cross-entropy."""
-        check_takes_rows(trainer.model, source, self.batching, self.shapes)
+        check_takes_rows(trainer.model, source, self.batching, (self.collator.tokens, self.collator.max_segments))
         if not source.shares_prefixes and self.batching.ranks_per_block == 1:
             return
         args = trainer.args

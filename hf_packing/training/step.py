@@ -17,15 +17,16 @@ The file step_cases has the ways in which trainers and loops make such steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from hf_packing.attention import Step, StepDifference, StepRunner, compare, has_local_weights
+from hf_packing.attention import Step, StepRunner, compare, has_local_weights
 from hf_packing.errors import PackingError
 from hf_packing.training.ranks import on_all_ranks
 
@@ -92,13 +93,12 @@ class StepCase(ABC):
         """Return what the step is made of, such as documents, or only what needs no padding; None if there is none."""
 
     @abstractmethod
-    def packed(self, of: Any) -> Callable[[], Tensor]:
-        """Make the batch of the attached trainer, and return a function that computes its loss."""
+    def packed(self, of: Any) -> Tensor:
+        """Return the loss of the packed step."""
 
     @abstractmethod
-    def unpacked(self, of: Any, padding: int) -> Callable[[], Tensor]:
-        """Make the batch without packing, with so many tokens of padding more, and return a function that computes its
-        loss."""
+    def unpacked(self, of: Any, padding: int) -> Tensor:
+        """Return the loss of the step without packing, with so many tokens of padding more in each row."""
 
     @abstractmethod
     def sizes(self, of: Any) -> tuple[int, int, int]:
@@ -108,8 +108,8 @@ class StepCase(ABC):
         """Return which models read the packed batch without being patched; an empty text if there are none."""
         return ""
 
-    def replaced(self, of: Any, document: int) -> Any:  # noqa: ARG002
-        """Return what the step is made of with another document; None if this is not known."""
+    def replaced(self, of: Any, numbers: Collection[int]) -> Any:  # noqa: ARG002
+        """Return what the step is made of with other documents in the place of some; None if this is not known."""
         return None
 
     def whole(self) -> Any:
@@ -126,23 +126,21 @@ _MORE_PADDING = 5
 
 def prove_step(case: StepCase, training: bool = True) -> StepReport:
     """Compare the packed step with the unpacked one; in evaluation, losses only. All ranks make the same calls."""
-    of, note = case.choose(without_padding=False), ""
+    note, compared = "", True
     with case.runner.undisturbed(training):
-        steps = _Steps.of(case, of)
+        steps = _Steps(case, case.choose(without_padding=False))
         if steps.differ:
             unpadded = case.choose(without_padding=True)
-            if on_any_rank(unpadded is None):  # then no rank compares it, since all make the same calls
-                unpadded = None
-            if not all(_padding_is_neutral(case, each) for each in (of, unpadded) if each is not None):
-                of = unpadded
-                if of is not None:
-                    note, steps = ", of equal length, since padding changes the loss", _Steps.of(case, of)
+            # no rank compares what another one lacks, since all make the same calls
+            choices = [steps.made_of] if on_any_rank(unpadded is None) else [steps.made_of, unpadded]
+            if not all(_padding_is_neutral(case, each) for each in choices):
+                if compared := len(choices) > 1:
+                    note, steps = ", of equal length, since padding changes the loss", _Steps(case, unpadded)
                 else:
                     note = ", whose loss changes with padding"
         if on_any_rank(steps.noise > _CHAOS):
-            of, note = None, f", whose loss changes by {steps.noise:.0%} with rounding"
-        problem = ""
-        if of is None:
+            note, compared = f", whose loss changes by {steps.noise:.0%} with rounding", False
+        if not compared:
             problem = case.unpatched(steps.made_of)
         elif steps.differ:
             problem = steps.describe()
@@ -155,10 +153,10 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
         unpacked_loss=steps.unpacked.loss,
         documents=documents,
         tokens=tokens,
-        parameters=0 if of is None else len(steps.unpacked.gradients),
+        parameters=len(steps.unpacked.gradients) if compared else 0,
         difference=steps.difference.largest,
         note=note,
-        compared=of is not None,
+        compared=compared,
     )
 
 
@@ -169,10 +167,10 @@ def _effect_of_order(case: StepCase) -> str:
     if on_any_rank(whole is None):
         return ""
     with torch.no_grad():
-        loss, turned = (_on_all_ranks(case, case.packed(each), unpatched=False) for each in (whole, whole[::-1]))
+        loss, turned = (_on_all_ranks(case, partial(case.packed, each)) for each in (whole, whole[::-1]))
         if not on_any_rank(compare(turned, loss, case.runner.dtype).loss_differs):
             return ""
-        noisy = case.runner.run(case.packed(whole), noisy=True)
+        noisy = case.runner.run(partial(case.packed, whole), noisy=True)
     if not compare(turned, loss, case.runner.dtype, noisy).loss_differs:
         return ""
     documents, tokens, _ = case.sizes(whole)
@@ -192,32 +190,32 @@ def refuse_unpatched(case: StepCase, training: bool) -> None:
         raise PackingError(f"compute_loss: expected patched models; {names}")
 
 
-class _Steps(NamedTuple):
-    """The same step, packed and unpacked."""
+class _Steps:
+    """The same step, packed and unpacked.
 
-    case: StepCase
-    made_of: Any
-    packed: Step
-    unpacked: Step
-    difference: StepDifference
-    differ: bool
-    """Whether the steps differ on any rank."""
-    noise: float = 0.0
-    """The share by which rounding changes the unpacked loss, and a gradient; measured only after a difference."""
+    Args:
+        case: the ways to make it.
+        made_of: what it is made of.
+    """
 
-    @classmethod
-    def of(cls, case: StepCase, of: Any) -> "_Steps":
-        items = case.sizes(of)[-1]
-        packed, unpacked = _on_all_ranks(case, case.packed(of), unpatched=False), case.unpacked(of, 0)
-        right = _on_all_ranks(case, unpacked, unpatched=True)
-        difference, noise = compare(packed, right, case.runner.dtype), 0.0
-        if differ := on_any_rank(difference.found and items > 0):
+    def __init__(self, case: StepCase, made_of: Any) -> None:
+        self.case, self.made_of = case, made_of
+        self.packed = _on_all_ranks(case, partial(case.packed, made_of))
+        unpacked = partial(case.unpacked, made_of, 0)
+        self.unpacked = _on_all_ranks(case, unpacked, unpatched=True)
+        self.noise = 0.0
+        """The share by which rounding changes the unpacked loss, and a gradient; measured only after a difference."""
+        if self._compare(None):
             noisy = case.runner.run(unpacked, unpatched=True, noisy=True)
-            difference = compare(packed, right, case.runner.dtype, noisy)
-            differ = on_any_rank(difference.found and items > 0)
-            by_noise = compare(noisy, right, case.runner.dtype)
-            noise = min(by_noise.loss, by_noise.largest)
-        return cls(case, of, packed, right, difference, differ, noise)
+            self._compare(noisy)
+            by_noise = compare(noisy, self.unpacked, case.runner.dtype)
+            self.noise = min(by_noise.loss, by_noise.largest)
+
+    def _compare(self, noisy: Step | None) -> bool:
+        """Compare the steps, and return whether they differ on any rank."""
+        self.difference = compare(self.packed, self.unpacked, self.case.runner.dtype, noisy)
+        self.differ = on_any_rank(self.difference.found and self.case.sizes(self.made_of)[-1] > 0)
+        return self.differ
 
     def describe(self) -> str:
         """Return how the steps differ, and what is known of the cause. All ranks make the same calls."""
@@ -250,12 +248,10 @@ class _Steps(NamedTuple):
     def _is_additive(self) -> bool | None:
         """Return whether the packed loss is a sum over documents: whether replacing one of two changes it by as much,
         whether or not the other one is replaced. None if this is not known."""
-        replaced = self.case.replaced
-        other_first = replaced(self.made_of, 0)
-        if on_any_rank(other_first is None):
+        variants = [self.case.replaced(self.made_of, numbers) for numbers in ((), (0,), (1,), (0, 1))]
+        if on_any_rank(None in variants):
             return None
-        variants = self.made_of, other_first, replaced(self.made_of, 1), replaced(other_first, 1)
-        as_it_is, first, second, both = (self.case.runner.run(self.case.packed(of)).loss for of in variants)
+        as_it_is, first, second, both = (self.case.runner.run(partial(self.case.packed, of)).loss for of in variants)
         changes = abs(first - as_it_is), abs(second - as_it_is)
         return abs(as_it_is - first - second + both) <= _MIXED * min(changes)
 
@@ -263,7 +259,7 @@ class _Steps(NamedTuple):
 def _padding_is_neutral(case: StepCase, of: Any) -> bool:
     """Return whether the unpacked step is the same with more padding, but for little more than rounding: what is not
     neutral may be as small in these few tokens as a large effect of rounding."""
-    step, more = (case.runner.run(case.unpacked(of, each), unpatched=True) for each in (0, _MORE_PADDING))
+    step, more = (case.runner.run(partial(case.unpacked, of, each), unpatched=True) for each in (0, _MORE_PADDING))
     return not on_any_rank(compare(more, step, case.runner.dtype).found)
 
 
@@ -271,7 +267,7 @@ _MIXED = 1e-2
 """A loss is a sum over documents if the changes by two of them add up, to this share of the smaller change."""
 
 
-def _on_all_ranks(case: StepCase, compute: Callable[[], Tensor], unpatched: bool) -> Step:
+def _on_all_ranks(case: StepCase, compute: Callable[[], Tensor], unpatched: bool = False) -> Step:
     """Run a step on all ranks, or raise an error on all of them: the user's own code may raise anything."""
 
     def run(_: object = None) -> Step:

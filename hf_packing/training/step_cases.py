@@ -1,19 +1,18 @@
 """The ways in which trainers and loops make a step: of packed documents, of whole rows, and of a padded batch."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_packing.attention import (
     StepRunner,
@@ -33,13 +32,11 @@ from hf_packing.columns import (
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
-    MAX_LENGTHS,
     PADDING_SEGMENT,
     POSITION_IDS,
     SEGMENT_COLUMNS,
     SEQ_IDX,
     TREE_COLUMNS,
-    TREE_LABELS,
 )
 from hf_packing.errors import PackingError
 from hf_packing.sampling.rows import rows_by_number, trees_of_documents
@@ -57,8 +54,8 @@ from hf_packing.training.losses import (
 )
 from hf_packing.training.model_loss import WholeStep, predicts_next
 from hf_packing.training.models import models_of, prepared_model, watched_for_unpatched
-from hf_packing.training.ranks import data_rank, on_all_ranks
-from hf_packing.training.sources import PackedRows, Source
+from hf_packing.training.ranks import on_all_ranks
+from hf_packing.training.sources import PackedRows
 from hf_packing.training.step import StepCase, StepReport, prove_step
 from hf_packing.training.step_counts import StepCounts
 from hf_packing.training.whole_rows import collate_rows
@@ -67,26 +64,25 @@ from hf_packing.upstream.accelerate import prepared_loaders
 Document = dict[str, Tensor]
 """The columns of a document, each [1, tokens]."""
 
-_NOT_OF_TOKENS = {*SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS}
+_NOT_OF_TOKENS = {*SEGMENT_COLUMNS, *TREE_COLUMNS}
 """Columns that say where documents are."""
 
 
 def documents_of(batch: Batch) -> list[Document]:
     """Return the documents of a packed batch or a batch of trees, without filled tokens."""
-    ids = batch[INPUT_IDS]
+    ids, labels = batch[INPUT_IDS], batch[labels_key(batch)]
     columns = {name: each for name, each in batch.items() if name not in _NOT_OF_TOKENS and _is_like(each, ids)}
     if not is_tree_batch(batch):
-        columns[LABELS] = batch[labels_key(batch)]
+        columns[LABELS] = labels
         borders, is_own = batch[CU_SEQ_LENS[0]].tolist(), batch[SEQ_IDX][0] != PADDING_SEGMENT
         places = [begin + is_own[begin:end].nonzero()[:, 0] for begin, end in pairwise(borders)]
         return [{name: each[:, own] for name, each in columns.items()} for own in places if len(own)]
     found, trees, (documents, tokens) = [], trees_of(batch), documents_and_tokens(batch)
     for number, end in enumerate(batch[ENDS].tolist()):
-        own = trees.path_of(end)
-        labels = batch[TREE_LABELS][:, own].masked_fill(
-            torch.from_numpy(~np.isin(own, tokens[documents == number])).to(ids.device), IGNORED_LABEL
-        )
-        found.append({**{name: each[:, own] for name, each in columns.items()}, LABELS: labels})
+        own, trained = trees.path_of(end), tokens[documents == number]
+        columns[LABELS] = torch.full_like(labels, IGNORED_LABEL)
+        columns[LABELS][:, trained] = labels[:, trained]
+        found.append({name: each[:, own] for name, each in columns.items()})
     return found
 
 
@@ -104,19 +100,23 @@ _SHARE, _FEW_TOKENS = 8, 64
 _FEWEST, _MOST = 3, 8
 """Numbers of documents."""
 
+_READ = 64
+"""The most rows that documents are chosen from."""
+
 
 class PackedCase(StepCase):
     """A step of packed documents.
 
+    If they share prefixes in the batch, or are on several ranks, losses of routers are left out.
+
     Args:
         runner: runs the model.
         collator: the collator of the training.
-        makes_trees: whether documents share prefixes in the batch. Then, and on several ranks, losses of routers are
-            left out.
+        batch: a batch, whose documents make the step if there is no source.
+        source: the source whose next documents make the step, and the accelerator of the training; None if the
+            documents of the source cannot be read again.
     """
 
-    documents: Sequence[Document]
-    """The documents to choose from."""
     most_tokens: int | None
     """The number of tokens of a batch; None if it is not known."""
     longest: int | None = None
@@ -125,12 +125,27 @@ class PackedCase(StepCase):
     has_own_loss: bool
     """Whether the loss is of the user's own code, which may read the places of tokens in the row."""
 
-    def __init__(self, runner: StepRunner, collator: PackingCollator, makes_trees: bool) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        collator: PackingCollator,
+        batch: Batch | None,
+        source: tuple[PackedRows, Accelerator] | None,
+    ) -> None:
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
-        self.makes_trees = makes_trees
         self.collate: Callable[[Any], Batch] = collator
         """Makes the packed batch of rows, or this rank's part of it."""
-        runner.without_router_losses = makes_trees or runner.ranks_per_row > 1
+        self.rows: list[tuple[int | None, list[Document]]] = []
+        """The documents of each row of the source, and the number of the row in the dataset, if it has one."""
+        if source is not None:
+            rows, accelerator = source
+            self.collate = rows.collator_of_documents(accelerator, collator)
+            self.rows = on_all_ranks(lambda _: [(n, documents_of(collator([row]))) for n, row in rows.next_rows(_READ)])
+            self.makes_trees, self.documents = rows.shares_prefixes, [each for _, found in self.rows for each in found]
+        elif batch is not None:
+            self.makes_trees, self.documents = is_tree_batch(batch), documents_of(batch)
+        self.most_documents = collator.max_segments and collator.max_segments - 1
+        runner.without_router_losses = self.makes_trees or runner.ranks_per_row > 1
         self.inner = inner_model(runner.model)
         self.device = input_device(self.inner)
 
@@ -139,23 +154,20 @@ class PackedCase(StepCase):
         padding, they have equal lengths, and other numbers of labels."""
         most = max(_FEW_TOKENS, (self.most_tokens or 0) // _SHARE)
         longest = min(self.longest or most, most // _FEWEST)
-        usable = [each for each in self.documents if _length(each) > 1] or [*self.documents]
+        taken = [each for each in self.documents if _length(each) > 1] or [*self.documents]
         if not self.makes_trees:
-            usable = sorted((self._part(each, longest) for each in usable), key=self._rank)
-        number = _MOST if self.collator.max_segments is None else min(_MOST, self.collator.max_segments - 1)
-        taken = usable[:number]
+            parts = [self._part(each, longest) for each in taken]
+            taken = sorted(parts, key=lambda each: (not self._items(each), _length(each)))
+        taken = taken[: self.most_documents][:_MOST]
         while len(taken) > _FEWEST and len(taken) * max(map(_length, taken)) > most:
             taken.pop()
         if without_padding:
             taken = [self._part(each, min(map(_length, taken))) for each in taken]
-            taken = [self._with_labels(each, max(1, self._items(each) - place)) for place, each in enumerate(taken)]
+            taken = [self._with_labels(each, self._items(each) - place) for place, each in enumerate(taken)]
         if self.loss == "sequence":  # the mean over documents is the mean over labels, if all have as many
             taken = [each for each in taken if self._items(each)] or taken[:1]
-            taken = [self._with_labels(each, max(1, min(map(self._items, taken)))) for each in taken]
+            taken = [self._with_labels(each, min(map(self._items, taken))) for each in taken]
         return taken
-
-    def _rank(self, document: Document) -> tuple[bool, int]:
-        return not self._items(document), _length(document)
 
     def _places(self, document: Document) -> Tensor:
         """Return the tokens with a label that is trained on."""
@@ -171,32 +183,31 @@ class PackedCase(StepCase):
         return {name: each[:, begin : begin + length] for name, each in document.items()}
 
     def _with_labels(self, document: Document, most: int) -> Document:
-        """Return a document with its last labels, so many at most."""
-        return {**document, LABELS: document[LABELS].index_fill(1, self._places(document)[:-most], IGNORED_LABEL)}
+        """Return a document with its last labels, so many at most, but at least one."""
+        left_out = self._places(document)[: -max(1, most)]
+        return {**document, LABELS: document[LABELS].index_fill(1, left_out, IGNORED_LABEL)}
 
     def sizes(self, of: list[Document]) -> tuple[int, int, int]:
         items = [*map(self._items, of)]
         return len(of), sum(map(_length, of)), sum(items) if self.loss == "token" else sum(map(bool, items))
 
-    def replaced(self, of: list[Document], document: int) -> list[Document] | None:
+    def replaced(self, of: list[Document], numbers: Collection[int]) -> list[Document] | None:
+        def other(number: int) -> Document:
+            before = of[number]
+            tokens = of[number - 1][INPUT_IDS].repeat(1, _length(before))[:, : _length(before)]
+            return {**before, INPUT_IDS: tokens, LABELS: tokens.where(before[LABELS] != IGNORED_LABEL, IGNORED_LABEL)}
+
         if len(of) < 2:
             return None
-        length, labels = _length(of[document]), of[document][LABELS]
-        tokens = of[0 if document == len(of) - 1 else -1][INPUT_IDS].repeat(1, length)[:, :length]
-        other = {**of[document], INPUT_IDS: tokens, LABELS: tokens.where(labels != IGNORED_LABEL, labels)}
-        return [other if number == document else each for number, each in enumerate(of)]
+        return [other(number) if number in numbers else each for number, each in enumerate(of)]
 
     def whole(self) -> list[Document] | None:
-        if (
-            not self.has_own_loss
-            or self.makes_trees
-            or self.runner.ranks_per_row > 1
-            or not has_local_weights(self.inner)
-        ):
-            return None  # FSDP2 leaves weights gathered after a forward alone, which get no gradients
+        # FSDP2 leaves weights gathered after a forward alone, which get no gradients
+        if not self.has_own_loss or self.runner.without_router_losses or not has_local_weights(self.inner):
+            return None
         ends = accumulate(map(_length, self.documents))
         own = [each for each, end in zip(self.documents, ends, strict=True) if end <= (self.most_tokens or 0)]
-        return own[: self.collator.max_segments and self.collator.max_segments - 1] or None
+        return own[: self.most_documents] or None
 
     def batch_of(self, of: list[Document]) -> Batch:
         """Return the packed batch of some documents."""
@@ -208,12 +219,9 @@ class PackedCase(StepCase):
         """Return the documents as rows with padding on the right, of so many tokens more than they need."""
         width = max(map(_length, of)) + padding
         width += -width % self.collator.align_tokens
-        fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token_of(self.inner) or 0}
         full = [{**each, ATTENTION_MASK: torch.ones_like(each[INPUT_IDS])} for each in of]
-        batch = {
-            name: torch.cat([F.pad(each[name], (0, width - _length(each)), value=fill.get(name, 0)) for each in full])
-            for name in full[0]
-        }
+        rows = [_with_padding(each, width - _length(each), self.inner) for each in full]
+        batch = {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
         if check_patched(self.inner).method.positions:  # which a compute_loss may read
             batch[POSITION_IDS] = torch.arange(width).expand(len(of), width)
         return send_to_device(batch, self.device)  # type: ignore[no-any-return]
@@ -235,25 +243,54 @@ class TrainerCase(PackedCase):
     def __init__(self, trainer: Any, model: nn.Module, batch: Batch | None, training: bool) -> None:
         state = trainer.attached
         runner = _runner_of(trainer, model, state.batching.ranks_per_block if training else 1)
-        super().__init__(
-            runner, state.collator, state.source.shares_prefixes if batch is None else is_tree_batch(batch)
-        )
-        self.trainer, self.model, self.training, self.stock = trainer, model, training, without_attach(trainer)
+        source = (state.source, trainer.accelerator) if batch is None else None
+        super().__init__(runner, state.collator, batch, source)
+        self.trainer, self.model, self.training = trainer, model, training
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
         made_by = state.kind.compute_loss.__module__, getattr(trainer.compute_loss_func, "__module__", "trl.")
         self.has_own_loss = training and not all(each.startswith(("transformers.", "trl.")) for each in made_by)
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
-        if runner.without_router_losses:
-            self.stock.aux_loss_enabled = False
-        if batch is None:
-            self.collate = state.source.collator_of_documents(trainer.accelerator, state.collator)
-            self.documents = on_all_ranks(lambda _: self._next_documents())
-        else:
-            self.documents = documents_of(batch)
+        on_all_ranks(lambda _: self._compare_with_own_collator())
+
+    def _compare_with_own_collator(self) -> None:
+        """Compare documents of the dataset with what the trainer's own collator makes of each row, alone.
+
+        Nothing is compared where the trainer cannot read its dataset by itself, or makes no labels.
+
+        Raises:
+            PackingError: the collator makes other tokens or labels.
+        """
+        documents = {number: found[0] for number, found in self.rows if number is not None}
+        stock, batches = without_attach(self.trainer), {}
+        loaders = prepared_loaders(stock.accelerator)
+        before = len(loaders)
+        # making a loader may draw random numbers, and collators may raise anything
+        with suppress(Exception), torch.random.fork_rng():
+            loader: Any = stock.get_train_dataloader() if documents else None
+            for number in documents:
+                batches[number] = collate_rows(loader.collate_fn, rows_by_number(loader.dataset, [number]))
+        del loaders[before:]
+        for number, batch in batches.items():
+            if batch.get(LABELS) is None:
+                continue
+            is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0
+            for name, begin in ((INPUT_IDS, 0), (LABELS, self._first)):
+                found, expected = (
+                    each[0, begin:].tolist() for each in (documents[number][name], batch[name][:, is_token])
+                )
+                if found != expected:
+                    place = next(n for n, (one, other) in enumerate(zip_longest(found, expected)) if one != other)
+                    here = slice(place, place + 4)
+                    raise PackingError(
+                        f"{name}: expected those of the trainer's own collator, {expected[here]} from token "
+                        f"{begin + place} of row {number} on, got {found[here]}. attach reads the columns of the "
+                        f"dataset: give it the {name} that you want to train on, and the trainer no collator that "
+                        "changes them"
+                    )
 
     def unpatched(self, of: list[Document]) -> str:
         with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self.batch_of(of)) as found:
-            self.runner.run(self.packed(of))
+            self.runner.run(partial(self.packed, of))
         if not found:
             return ""
         return (
@@ -262,39 +299,17 @@ class TrainerCase(PackedCase):
             "padded=True), since the proof of the step runs it on padded batches, too"
         )
 
-    def _next_documents(self) -> list[Document]:
-        """Return documents of the next micro-batches, to choose from.
-
-        Raises:
-            PackingError: the trainer's own collator makes other tokens or labels of one.
-        """
-        documents, of_dataset = [], {}
-        for number, row in self.trainer.attached.source.next_rows(_READ):
-            found = documents_of(self.collator([row]))
-            if number is not None:
-                (of_dataset[number],) = found
-            documents += found
-        _compare_with_own_collator(self.stock, of_dataset, self._first)
-        return documents
-
-    def packed(self, of: list[Document]) -> Callable[[], Tensor]:
-        trainer, device, inputs = self.trainer, self.device, self.batch_of(of)
+    def packed(self, of: list[Document]) -> Tensor:
+        inputs = self.batch_of(of)
         if not self.training:
-            return lambda: _not_proving(trainer, TokenMean(device)).compute_loss(self.model, inputs)
-        own = torch.tensor(self.sizes(of)[-1], device=device)
-        processes, ranks = trainer.accelerator.num_processes, data_rank(trainer.accelerator).world_size
-        everywhere = trainer.accelerator.gather(own[None]).sum() * ranks / processes / self.runner.ranks_per_row
+            return _not_proving(self.trainer, TokenMean(self.device)).compute_loss(self.model, inputs)  # type: ignore[no-any-return]
+        return _loss_of_step(self.trainer, self.runner, [inputs], self.sizes(of)[-1], copies=2)
 
-        def loss() -> Tensor:
-            asked = _not_proving(trainer)
-            divisor = StepCounts().add(asked.counts_of([inputs, inputs], device))
-            found = asked.compute_loss(self.model, inputs, num_items_in_batch=divisor)
-            return found * (2 * everywhere / (own.clamp(min=1) * ranks))  # type: ignore[no-any-return]
-
-        return loss
-
-    def unpacked(self, of: list[Document], padding: int) -> Callable[[], Tensor]:
-        return _stock_loss(self.stock, self.model, self.padded(of, padding))
+    def unpacked(self, of: list[Document], padding: int) -> Tensor:
+        stock = without_attach(self.trainer)
+        if self.runner.without_router_losses:
+            stock.aux_loss_enabled = False
+        return _stock_loss(stock, self.model, self.padded(of, padding))
 
 
 class LoopCase(PackedCase):
@@ -316,33 +331,25 @@ class LoopCase(PackedCase):
         collator: PackingCollator,
         function: Callable[[nn.Module, Batch], Tensor] | None = None,
         loss: Loss = "token",
-        source: tuple[Source, Accelerator] | None = None,
+        source: tuple[Any, Accelerator] | None = None,
     ) -> None:
         part = part_of_row(batch)
         runner = StepRunner(model, ranks_per_row=part.layout.num_ranks if part else 1)
-        super().__init__(runner, collator, source[0].shares_prefixes if source else is_tree_batch(batch))
+        super().__init__(runner, collator, batch, source if source and isinstance(source[0], PackedRows) else None)
         self.model, self.function, self.loss, self.has_own_loss = model, function, loss, function is not None
-        self.most_tokens, batches = batch[INPUT_IDS].shape[1], iter([batch])
-        if source and isinstance(rows := source[0], PackedRows):
-            self.collate = rows.collator_of_documents(source[1], collator)
-            batches = (collator([row]) for _, row in rows.next_rows(_READ))
-        self.documents = [document for each in batches for document in documents_of(each)]
+        self.most_tokens = batch[INPUT_IDS].shape[1]
 
-    def packed(self, of: list[Document]) -> Callable[[], Tensor]:
+    def packed(self, of: list[Document]) -> Tensor:
         inputs = self.batch_of(of)
         if self.function is not None:
-            return partial(self.function, self.model, inputs)
+            return self.function(self.model, inputs)
+        step = WholeStep.of(self.model, inputs, self.loss)
         items = torch.tensor(max(1, self.sizes(of)[-1]), device=self.device)
+        return step.run(self.model)[0] * step.share_of(items)
 
-        def loss() -> Tensor:
-            step = WholeStep.of(self.model, inputs, self.loss)
-            return step.run(self.model)[0] * step.share_of(items)
-
-        return loss
-
-    def unpacked(self, of: list[Document], padding: int) -> Callable[[], Tensor]:
-        inputs, function = self.padded(of, padding), self.function or (lambda model, batch: model(**batch).loss)
-        return partial(function, self.model, inputs)
+    def unpacked(self, of: list[Document], padding: int) -> Tensor:
+        inputs = self.padded(of, padding)
+        return self.model(**inputs).loss if self.function is None else self.function(self.model, inputs)
 
 
 class RowsCase(StepCase):
@@ -355,8 +362,7 @@ class RowsCase(StepCase):
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:
         self.trainer, self.model, self.runner = trainer, model, _runner_of(trainer, model)
-        self.device = input_device(inner_model(model))
-        self.source = trainer.attached.source
+        self.device, self.source = input_device(inner_model(model)), trainer.attached.source
 
     def choose(self, without_padding: bool) -> CheckedRows | None:
         if not without_padding:
@@ -365,21 +371,12 @@ class RowsCase(StepCase):
         masks = [each for name, each in checked.whole.items() if name.endswith(ATTENTION_MASK)] if checked else []
         return checked if all(each.all() for each in masks) else None
 
-    def packed(self, of: CheckedRows) -> Callable[[], Tensor]:
-        trainer, device = self.trainer, self.device
-        inputs = send_to_device(self.source.counted(of), device)
-        own, ranks = sum(each[COUNTS][-1] for each in inputs), data_rank(trainer.accelerator).world_size
+    def packed(self, of: CheckedRows) -> Tensor:
+        batches = send_to_device(self.source.counted(of), self.device)
+        return _loss_of_step(self.trainer, self.runner, batches, self.sizes(of)[-1])
 
-        def loss() -> Tensor:
-            asked = _not_proving(trainer)
-            items = StepCounts().add(asked.counts_of(inputs, device))
-            losses = [asked.compute_loss(self.model, each, num_items_in_batch=items) for each in inputs]
-            return sum(losses) * (items / (own * ranks))  # type: ignore[no-any-return]
-
-        return loss
-
-    def unpacked(self, of: CheckedRows, padding: int) -> Callable[[], Tensor]:
-        inputs = send_to_device(_with_padding(of.whole, padding), self.device)
+    def unpacked(self, of: CheckedRows, padding: int) -> Tensor:
+        inputs = send_to_device(_with_padding(of.whole, padding, inner_model(self.model)), self.device)
         return _stock_loss(without_attach(self.trainer), self.model, inputs)
 
     def sizes(self, of: CheckedRows) -> tuple[int, int, int]:
@@ -399,20 +396,21 @@ class BatchCase(StepCase):
     """
 
     def __init__(self, trainer: Any, model: nn.Module, inputs: Batch, items: Any) -> None:
-        self.stock, self.model, self.runner = without_attach(trainer), model, _runner_of(trainer, model)
+        self.trainer, self.model, self.runner = trainer, model, _runner_of(trainer, model)
         self.inputs, self.items = inputs, items
 
     def choose(self, without_padding: bool) -> Batch | None:
         return _without_padding(self.inputs) if without_padding else self.inputs
 
-    def packed(self, of: Any) -> Callable[[], Tensor]:
+    def packed(self, of: Batch) -> Tensor:
         return self.unpacked(of, 0)
 
-    def unpacked(self, of: Any, padding: int) -> Callable[[], Tensor]:
-        inputs = _with_padding(of, padding)
-        return lambda: copy.copy(self.stock).compute_loss(self.model, dict(inputs), num_items_in_batch=self.items)
+    def unpacked(self, of: Batch, padding: int) -> Tensor:
+        inputs = dict(_with_padding(of, padding, inner_model(self.model)))
+        stock = without_attach(self.trainer)
+        return stock.compute_loss(self.model, inputs, num_items_in_batch=self.items)  # type: ignore[no-any-return]
 
-    def sizes(self, of: Any) -> tuple[int, int, int]:
+    def sizes(self, of: Batch) -> tuple[int, int, int]:
         masks = [each for name, each in of.items() if name.endswith(ATTENTION_MASK)]
         rows = next(len(each) for each in of.values() if isinstance(each, Tensor) and each.ndim)
         return rows, int(sum(each.sum() for each in masks)), rows
@@ -420,23 +418,20 @@ class BatchCase(StepCase):
 
 def _without_padding(batch: Batch) -> Batch | None:
     """Return a padded batch with only those columns in which every row has a token; None if there are none."""
-    shapes = {
-        each.shape: each.bool().all(0) for name, each in batch.items() if name.endswith("mask") and each.ndim == 2
-    }
-    if not shapes or not all(kept.any() for kept in shapes.values()):
+    masks = [each for name, each in batch.items() if name.endswith("mask") and each.ndim == 2]
+    columns = {each.shape: each.bool().all(0) for each in masks}
+    if not columns or not all(kept.any() for kept in columns.values()):
         return None
-    kept = ((name, each, shapes.get(getattr(each, "shape", None))) for name, each in batch.items())
-    return {name: each if columns is None else each[:, columns] for name, each, columns in kept}
+    shapes = {name: getattr(each, "shape", None) for name, each in batch.items()}
+    return {name: each[:, columns[shapes[name]]] if shapes[name] in columns else each for name, each in batch.items()}
 
 
-def _with_padding(batch: Batch, padding: int) -> Batch:
+def _with_padding(batch: Batch, padding: int, model: PreTrainedModel) -> Batch:
     """Return a padded batch with more padding on the right of everything that has a value for each token."""
     mask = batch.get(ATTENTION_MASK, batch.get(INPUT_IDS))
-    if not padding or not isinstance(mask, Tensor):
-        return batch
-    fill = {LABELS: IGNORED_LABEL}
+    fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token_of(model) or 0}
     return {
-        name: F.pad(each, (0, padding), value=fill.get(name, 0)) if _is_like(each, mask) else each
+        name: F.pad(each, (0, padding), value=fill.get(name, 0)) if mask is not None and _is_like(each, mask) else each
         for name, each in batch.items()
     }
 
@@ -464,16 +459,30 @@ def _not_proving(trainer: Any, evaluation: TokenMean | None = None) -> Any:
     return asked
 
 
-def _stock_loss(stock: Any, model: nn.Module, inputs: Batch) -> Callable[[], Tensor]:
-    """Return a function that computes the loss of a batch as a trainer does without attach, as a step of its own."""
+def _loss_of_step(trainer: Any, runner: StepRunner, batches: Sequence[Batch], own: int, copies: int = 1) -> Tensor:
+    """Return the loss of an attached trainer's step, as a mean over the items in the batches of this rank alone.
 
-    def loss() -> Tensor:
-        asked = copy.copy(stock)
-        with as_one_micro_batch(asked):
-            _, items = asked.get_batch_samples(iter([inputs]), 1, input_device(inner_model(model)))
-            return asked.compute_loss(model, dict(inputs), num_items_in_batch=items)  # type: ignore[no-any-return]
+    Args:
+        trainer: the attached trainer.
+        runner: has the model.
+        batches: the micro-batches of this rank.
+        own: the number of items in them.
+        copies: how often the step has them; they run once.
+    """
+    device, processes = input_device(inner_model(runner.model)), trainer.accelerator.num_processes
+    items = torch.tensor(own, device=device)
+    everywhere = trainer.accelerator.gather(items[None]).sum() / processes / runner.ranks_per_row
+    asked = _not_proving(trainer)
+    divisor = StepCounts().add(asked.counts_of([*batches] * copies, device))
+    losses = [asked.compute_loss(runner.model, each, num_items_in_batch=divisor) for each in batches]
+    return sum(losses) * (copies * everywhere / items.clamp(min=1))  # type: ignore[no-any-return]
 
-    return loss
+
+def _stock_loss(stock: Any, model: nn.Module, inputs: Batch) -> Tensor:
+    """Return the loss of a batch as a trainer computes it without attach, as a step of its own."""
+    with as_one_micro_batch(stock):
+        _, items = stock.get_batch_samples(iter([inputs]), 1, input_device(inner_model(model)))
+        return stock.compute_loss(model, dict(inputs), num_items_in_batch=items)  # type: ignore[no-any-return]
 
 
 def without_attach(trainer: Any) -> Any:
@@ -496,46 +505,6 @@ def as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
     # a compute_loss may divide by the steps of the arguments itself
     with temporarily(trainer.args, gradient_accumulation_steps=1, average_tokens_across_devices=False):
         yield
-
-
-_READ = 64
-"""The most rows that documents are chosen from."""
-
-
-def _compare_with_own_collator(stock: Any, documents: Mapping[int, Document], first: int) -> None:
-    """Compare documents of the dataset, by the numbers of their rows, with what a trainer's own collator makes of each
-    row, alone. Labels count from token number `first`.
-
-    Nothing is compared where the trainer cannot read its dataset by itself, or makes no labels.
-
-    Raises:
-        PackingError: the collator makes other tokens or labels.
-    """
-    if not documents:
-        return
-    loaders = prepared_loaders(stock.accelerator)
-    before = len(loaders)
-    loader: Any = None
-    with suppress(Exception), torch.random.fork_rng():  # making a loader may draw random numbers
-        loader = stock.get_train_dataloader()
-    del loaders[before:]
-    for number, document in documents.items() if loader is not None else ():
-        batch: Batch = {}
-        with suppress(Exception):  # a collator may raise anything
-            batch = collate_rows(loader.collate_fn, rows_by_number(loader.dataset, [number]))
-        if batch.get(LABELS) is None:
-            continue
-        is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0
-        for name, begin in ((INPUT_IDS, 0), (LABELS, first)):
-            found, expected = (each[0, begin:].tolist() for each in (document[name], batch[name][:, is_token]))
-            if found != expected:
-                place = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if len({*pair}) > 1), 0)
-                here = slice(place, place + 4)
-                raise PackingError(
-                    f"{name}: expected those of the trainer's own collator, {expected[here]} from token "
-                    f"{begin + place} of row {number} on, got {found[here]}. attach reads the columns of the dataset: "
-                    f"give it the {name} that you want to train on, and the trainer no collator that changes them"
-                )
 
 
 def check_step(

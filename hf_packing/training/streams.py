@@ -6,7 +6,7 @@ micro-batch. One state is saved for the logical streams of all ranks.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import datasets
@@ -341,12 +341,10 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 
     def _joined(self, turns: Sequence[Turn]) -> MicroBatch:
         """Return the micro-batch of some turns."""
-        rows = [
-            turn.values([*self.names, SOURCE] if self.sources else self.names) for turn in turns if turn.row is not None
-        ]
+        rows = [turn.values(self.names) for turn in turns if turn.row is not None]
         of_sources = np.zeros(self.sources, np.int64)
-        for row in rows if self.sources else ():  # no model takes the sources
-            of_sources += np.bincount(row.pop(SOURCE), minlength=self.sources)
+        for row in rows if self.sources else ():
+            of_sources += np.bincount(row[SOURCE], minlength=self.sources)
         positions = {turn.stream: turn.position for turn in turns}
         ended = [turn.stream for turn in turns if turn.row is None]
         return MicroBatch(self.collate(rows) if rows else None, positions, ended, of_sources)
@@ -355,10 +353,10 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 def _without_end(streams: PackedExamples, positions: dict[int, Position]) -> Iterator[Turn]:
     """Yield turns from some positions on, and then turns of ended logical streams, without an end."""
     yield from streams.turns(positions)
-    while True:
-        for stream, (turns_so_far, window, rows_out) in positions.items():
-            positions[stream] = turns_so_far + 1, window, rows_out
-            yield Turn(stream, None, positions[stream])
+    for stream in cycle(streams.owned):
+        turns_so_far, window, rows_out = positions[stream]
+        positions[stream] = turns_so_far + 1, window, rows_out
+        yield Turn(stream, None, positions[stream])
 
 
 def _as_it_is(micro_batch: Any) -> Any:

@@ -1,7 +1,7 @@
 """The methods of a trainer after `attach`: it trains, evaluates and predicts on the batches of a source.
 
-The trainer's class becomes a subclass of its own class and of PackedTrainer, StreamTrainer or WholeRowTrainer. `losses`
-has the rule by which losses are weighted.
+The trainer's class becomes a subclass of its own class and of PackedTrainer, WholeRowTrainer or UnpaddedTrainer.
+`losses` has the rule by which losses are weighted.
 """
 
 import math
@@ -22,14 +22,13 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_packing.attention import borders_required, inner_model, is_patched, temporarily
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.batch.segments import with_segments_cut
-from hf_packing.checks import expect
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean, labels_key, part_of_row
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
-from hf_packing.training.resume import STATE_FILE, ResumedStream, load_stream, save_state
+from hf_packing.training.resume import batches_resumed, save_batches
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedBatches, AttachedPacks, AttachedRows
 from hf_packing.training.step import refuse_unpatched
 from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch
@@ -43,10 +42,18 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     attached: Attached
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        on_all_ranks(lambda _: self.attached.check(self))
-        self.attached.step_counts = StepCounts(getattr(self.attached.source, "sources", ()))
-        self.attached.modules = {}
-        return super().train(*args, **kwargs)
+        state, folder = self.attached, args[0] if args else kwargs.get("resume_from_checkpoint")
+        on_all_ranks(lambda _: state.check(self))
+        state.step_counts, state.first_step = StepCounts(getattr(state.source, "sources", ())), None
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)
+        with batches_resumed(self, folder):
+            return super().train(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and output_dir is not None:  # a checkpoint
+            save_batches(self, Path(output_dir))
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         raise PackingError(
@@ -64,8 +71,9 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         """Return this rank's micro-batches of a step, and the number of items in the step on all ranks: trainable
         tokens, documents, or what else the loss is a mean of."""
         state = self.attached
-        state.check(self)  # a callback may have changed an argument or a module
-        state.check_modules(self.model)
+        state.check(self)  # a callback may have changed an argument
+        if state.first_step is None:
+            state.first_step = self.state.global_step
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
@@ -194,32 +202,6 @@ class PackedTrainer(AttachedTrainer):
         return output._replace(num_samples=int(predictions.documents))
 
 
-class StreamTrainer(PackedTrainer):
-    """A Trainer that trains on a stream, and saves with every checkpoint how far the stream has come."""
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        unread = "for a stream, since it saves checkpoints before a step whose rows were already read; use save_steps"
-        expect(False, unread, enable_jit_checkpoint=getattr(self.args, "enable_jit_checkpoint", False))
-        given, folder = self.args.ignore_data_skip, resume_from_checkpoint
-        if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)
-        resumed = ResumedStream(load_stream(folder) if folder and not given else None, given)
-        self.add_callback(resumed)
-        try:
-            with temporarily(self.args, ignore_data_skip=True):  # else, Trainer would read and drop all batches before
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self.remove_callback(resumed)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
-        loader = self.callback_handler.train_dataloader
-        if _internal_call and output_dir is not None and isinstance(loader, StreamLoader):  # a checkpoint
-            state = loader.state_dict()
-            if self.args.should_save:
-                save_state(state, Path(output_dir) / STATE_FILE)
-
-
 class WholeRowTrainer(AttachedTrainer):
     """A Trainer with its own collator, loss and evaluation, which trains on micro-batches of whole rows."""
 
@@ -283,13 +265,10 @@ def _gathering_uneven_tensors(accelerator: Accelerator) -> Iterator[None]:
 
     Trainers of TRL gather metrics of the rows of a batch. Under a token budget, ranks have different numbers of rows.
     """
-    if accelerator.num_processes == 1:
-        yield
-        return
     gather = accelerator.gather
 
     def gather_uneven(values: Any) -> Any:
-        if not isinstance(values, Tensor) or not values.ndim:
+        if accelerator.num_processes == 1 or not isinstance(values, Tensor) or not values.ndim:
             return gather(values)
         return torch.cat([each.to(values.device) for each in gather_object([values.detach().cpu()])])
 

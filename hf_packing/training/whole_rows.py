@@ -66,14 +66,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
     def collated(self, rows: Sequence[tuple[Any, bool]]) -> Batch:
         """Return what the trainer's collator makes of rows, with counts of the batch."""
-        batch = self._with_counts(self.collate([row for row, _ in rows]), sum(not is_copy for _, is_copy in rows))
-        if (tokens := int(batch[COUNTS][0])) > self.most_tokens:
-            raise PackingError(
-                f"data_collator: expected at most {self.most_tokens} tokens in a micro-batch, as planned, got {tokens}"
-                ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
-                "attention_mask that is 0 on padding, and must not add tokens at random"
-            )
-        return batch
+        return self._with_counts(self.collate([row for row, _ in rows]), sum(not is_copy for _, is_copy in rows))
 
     def _with_counts(self, batch: Batch, rows: int) -> Batch:
         """Return a batch of so many rows that are no copies with its counts."""
@@ -106,15 +99,12 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         Args:
             equal: whether all of them have to have equally many tokens; there may then be no part.
         """
-        tokens, most = self.sampler.sizes.tokens, self.most_tokens
-        by_length = np.argsort(tokens, kind="stable")
-        by_length = by_length[(tokens[by_length] > 0) & (tokens[by_length] <= most)]
+        tokens, most, fitting = self.sampler.sizes.tokens, self.most_tokens, self.sampler.rows.kept
+        by_length = fitting[np.argsort(tokens[fitting], kind="stable")]
         if equal:
-            by_length = by_length[tokens[by_length] == np.bincount(tokens[by_length]).argmax()]
-            if len(by_length) == 1:
-                by_length = by_length[:0]
-        usable = {*by_length.tolist()}
-        kinds = [number for number in rows_of_each_value(self.dataset) if number in usable][:_SHORT_ROWS]
+            number_of = np.bincount(tokens[by_length])
+            by_length = by_length[(tokens[by_length] == number_of.argmax()) & (number_of.max() > 1)]
+        kinds = [number for number in rows_of_each_value(self.dataset) if number in by_length][:_SHORT_ROWS]
         rows = [*dict.fromkeys([*by_length[:1].tolist(), *kinds, *by_length[:_SHORT_ROWS].tolist()])]
         rows = rows[: int((tokens[rows].cumsum() <= most).sum())]
         long = by_length[tokens[by_length] <= most - tokens[rows].sum()][-1:].tolist()
@@ -129,7 +119,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
     def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
-        return on_device(batches_loader(self, self.sampler, self.collated, **options), accelerator)
+        return on_device(batches_loader(self, self.collated, **options), accelerator)
 
 
 def _tokens_and_squares(batch: Any) -> tuple[int, int]:
@@ -205,12 +195,13 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
         return once if once == twice else bytes(8)  # the collator is random
 
     numbers = rows_to_sample(len(dataset)).tolist()
+    sample = b"".join(map(sampled, numbers))
     if pixels_per_patch is None and (in_column := _sizes_in_column(dataset)) is not None:
         by_length = np.argsort(in_column.tokens, kind="stable")
         asked = {*numbers, *by_length[:8].tolist(), *by_length[-8:].tolist()}
         tokens, squares = in_column.tokens, in_column.squared_lengths
         if all(_tokens_and_squares(alone(row)) == (tokens[row], squares[row]) for row in asked):
-            return replace(in_column, sample=b"".join(map(sampled, numbers)))
+            return replace(in_column, sample=sample)
     measured = []
     for number in tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows"):
         batch = alone(number)
@@ -222,7 +213,7 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
         (tokens > 0).astype(np.int64),
         squares,
         patches=of_pictures if of_pictures.any() else None,
-        sample=b"".join(map(sampled, numbers)),
+        sample=sample,
     )
 
 

@@ -162,8 +162,8 @@ def test_other_states_are_refused(argument, steps, settings):
     state = loader_of(batching=hfp.TokenBudget(40), accumulation=4).state_dict()
     with pytest.raises(hfp.PackingError, match=f"^{argument}: "):
         loader_of(None, hfp.TokenBudget(40), steps, **settings).load_state_dict(state)
-    with pytest.raises(hfp.PackingError, match="^state: expected one that this version .* got epoch, micro_batches"):
-        loader_of().load_state_dict({"epoch": 0, "micro_batches_done": 4})
+    with pytest.raises(hfp.PackingError, match="^plans: expected 4, as when the checkpoint was saved, got 5"):
+        loader_of().load_state_dict({"epoch": 0, "micro_batches_done": 4, "plans": 4})
 
 
 @pytest.mark.parametrize("kind", [lambda rows: rows, datasets.Dataset.from_list])

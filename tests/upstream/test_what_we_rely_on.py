@@ -20,7 +20,6 @@ from transformers import (
     AttentionMaskInterface,
     PreTrainedModel,
     Trainer,
-    TrainerState,
     modeling_flash_attention_utils,
 )
 from transformers.integrations.hub_kernels import is_kernel
@@ -30,7 +29,6 @@ from trl.trainer import sft_trainer, utils
 
 from hf_packing.attention.layout import CACHES
 from hf_packing.training.models import prepared_model
-from hf_packing.training.resume import BatchesOfCheckpoint
 
 
 def test_fingerprints_indices_tables_and_descriptions_of_a_dataset():
@@ -181,13 +179,8 @@ def test_what_trainers_call_and_compute():
     assert "log_probs" in source or not hasattr(utils, "add_fused_lm_head")  # as before TRL 1.15
 
 
-def test_what_callbacks_save_and_templates_mark(tmp_path):
-    """training.resume.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
-    state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint()])
-    state.save_to_json(tmp_path / "state.json")
-    found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks
-    assert found == {"BatchesOfCheckpoint": {"args": {}, "attributes": {"batches": None}}}
-    # text.render: without it, the marks of a chat template could not be read.
+def test_what_templates_mark():
+    """text.render: without it, the marks of a chat template could not be read."""
     template = "{% for message in messages %}<{% generation %}{{ message.content }}{% endgeneration %}>{% endfor %}"
     chats = [[{"role": "assistant", "content": "ab"}]]
     found = render_jinja_template(chats, chat_template=template, return_assistant_tokens_mask=True)

@@ -20,7 +20,7 @@ from hf_packing.attention.batch_proof import BatchCase
 from hf_packing.attention.kinds.kind import Batch, itself_uncompiled, refuse_earlier_tokens, tokens_of
 from hf_packing.attention.kinds.rows import Rows
 from hf_packing.attention.layout import Layout, roots, within
-from hf_packing.attention.model import Arguments, Inputs, has_vocabulary
+from hf_packing.attention.model import Arguments, Inputs
 from hf_packing.batch.segments import fillers_in, lengths_between, positions_of, read_borders, segments_in
 from hf_packing.checks import expect
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, MAX_LENGTHS, PADDING_SEGMENT, SEQ_IDX
@@ -83,16 +83,12 @@ class PackedRows(Batch):
     def read(cls, forward: Any, inputs: Inputs) -> "PackedRows":
         """Read the batch. Compare it once with what PackingCollator knows of its batch."""
         refuse_earlier_tokens(inputs)
-        patch = forward.patch
-        if patch.facts.sees_labels and not has_vocabulary(forward.model):
-            _check_has_first_labels(inputs)
-        known = layout_of_collator(inputs)
+        known, patch = layout_of_collator(inputs), forward.patch
         if known is not None and patch.trusts_collator:
-            layout = known
-        else:
-            layout = read_layout(inputs, forward.module.training)
-            if known is not None:
-                patch.trusts_collator = (known.lengths, known.fillers) == (layout.lengths, layout.fillers)
+            return cls.of(inputs, known)
+        layout = read_layout(inputs, forward.module.training)
+        if known is not None:
+            patch.trusts_collator = (known.lengths, known.fillers) == (layout.lengths, layout.fillers)
         return cls.of(inputs, layout)
 
     @classmethod
@@ -205,7 +201,7 @@ def layout_of_collator(inputs: Inputs) -> PackedLayout | None:
     return PackedLayout(borders.to(tokens.device), roots(known.lengths), bound=bound, fillers=known.fillers)
 
 
-def _check_has_first_labels(inputs: Inputs) -> None:
+def check_has_first_labels(inputs: Inputs) -> None:
     """Raise PackingError if PackingCollator has taken away labels of first tokens from a classifier of tokens."""
     if (known := segments_in(inputs)) is not None and inputs.get("labels") is not None:
         of_model = "in PackingCollator, since the model does not predict tokens"
