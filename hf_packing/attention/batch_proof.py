@@ -54,7 +54,7 @@ class BatchCase(Case):
         batch: a packed batch, or one of trees, with input_ids [rows, tokens] and borders.
         training: whether the model runs in training mode, with gradients but without dropout.
         read_layout: reads the layout of the batch from the arguments of a model, given whether borders are required.
-        ends: the segment in which each document ends; by default, every segment without any below it ends one.
+        ends: as in `Case`.
     """
 
     profile = BATCH
@@ -83,7 +83,7 @@ class BatchCase(Case):
         known = segments_in(batch)
         runner.multiple = 1 if known is None else known.multiple
         tokens = self.inputs["input_ids"].flatten()[self.places]
-        super().__init__(runner, training, trees, ends or trees.leaves, tokens, _other_tokens(tokens, runner.model))
+        super().__init__(runner, training, trees, ends, tokens, _other_tokens(tokens, runner.model))
         self.replacements = [segments_to_replace(trees)]
         replaced = self.replacements[0]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
@@ -182,9 +182,9 @@ def prove_batch(case: BatchCase) -> Proof:
     return proof
 
 
-_Record = dict[str, tuple[list[Tensor], list[Tensor]]]
-"""By the name of a module, the sums of magnitudes of some tokens in each tensor of its input and of its output, float64
-[tokens]. Modules are in the order in which their first calls end."""
+_Record = dict[str, tuple[Tensor, Tensor]]
+"""By the name of a module, the sums of magnitudes of some tokens in all tensors of its input and of its output, float64
+[tensors * tokens]. Modules are in the order in which their first calls end."""
 
 
 def locate_leak(case: BatchCase) -> str:
@@ -192,10 +192,8 @@ def locate_leak(case: BatchCase) -> str:
     changes when documents are replaced, but not its input; empty if there is none. All ranks make the same calls."""
     with case.undisturbed(), case.runner.eagerly():
         before, after = (_record(case, replaced) for replaced in ([], case.replacements[0]))
-    for name in [each for each in before if each in after]:
-        has_same_input, has_same_output = (
-            all(map(torch.equal, *both)) for both in zip(before[name], after[name], strict=True)
-        )
+    for name, found in before.items():
+        has_same_input, has_same_output = map(torch.equal, found, after.get(name, found))
         if has_same_input and not has_same_output:
             return f"{type(case.model.get_submodule(name)).__name__} ({name or 'the model itself'})"
     return ""
@@ -208,19 +206,19 @@ def _record(case: BatchCase, replaced: list[int]) -> _Record:
     kept = torch.zeros(tokens, dtype=torch.bool, device=case.places.device)
     kept[case.places] = ~case.has_tokens(case.may_notice(case.replacements[0]))
 
-    def sums(value: Any) -> list[Tensor]:
-        return [
+    def sums(value: Any) -> Tensor:
+        of_tokens = [
             each.detach().reshape(tokens, -1)[kept].abs().sum(1, dtype=torch.float64)
             for each in tensors_in(value)
             if each.dtype != torch.bool and each.ndim > 1 and tokens in (len(each), each.shape[:2].numel())
         ]
+        return torch.cat([torch.zeros(0, device=kept.device), *of_tokens])
 
     found: _Record = {}
 
     def record(name: str, _: nn.Module, *given: Any) -> None:
         *inputs, output = given
-        if known := sums(output):
-            found.setdefault(name, (sums(inputs), known))
+        found.setdefault(name, (sums(inputs), sums(output)))
 
     with ExitStack() as stack:
         for name, module in case.model.named_modules():

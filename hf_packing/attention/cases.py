@@ -6,14 +6,14 @@ here, and what they show of a model's own loss; training batches are in batch_pr
 batches in the files of these (kinds).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from math import isfinite
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class Alone:
     """The largest change of an output by rounding, in standard deviations of the outputs; 0 if it was not measured."""
 
 
-_Graded = Sequence[Mapping[int, Sequence[int]]]
+_Graded = Sequence[dict[int, list[int]]]
 """For each backward pass, the documents whose outputs have gradients, and the segments of each among the outputs."""
 
 _DUMMY_TOKENS = 8
@@ -101,7 +101,7 @@ class Case:
         runner: runs the model.
         training: whether the model runs in training mode.
         trees: the segments of the batch; in packed rows and in padded rows, every document is a segment of its own.
-        ends: the segment in which each document ends.
+        ends: the segment in which each document ends; by default, every segment without any below it ends one.
         tokens: the token ids of all segments, int64 [tokens].
         others: other token ids, which replace them.
     """
@@ -128,16 +128,16 @@ class Case:
         self.runner, self.training, self.trees, self.tokens, self.others = runner, training, trees, tokens, others
         self.segment = torch.repeat_interleave(torch.tensor(trees.lengths, device=runner.device))
         """The segment of each token, int64 [tokens]."""
-        self.paths = [trees.segments_of(end) for end in ends]
+        self.paths = [trees.segments_of(end) for end in ends or trees.leaves]
         self.lengths: Sequence[int] = [sum(trees.lengths[each] for each in path) for path in self.paths]
         """The number of tokens of each document."""
         self.num_tokens = trees.tokens
         """The number of tokens of all documents together."""
         self.replacements = [[each] for each in range(len(trees.lengths))]
         """The segments that are replaced together, for each run with replaced segments."""
-        self.sample: list[int | None] = [*range(len(ends))]
+        self.sample: list[int | None] = [*range(len(self.paths))]
         """The documents that run alone; None for a call that only other ranks need."""
-        self.graded = [[each] for each in range(len(ends))]
+        self.graded = [[each] for each in range(len(self.paths))]
         """The documents whose outputs have gradients, for each backward pass."""
         self.wants_gradients = training
         self.known: list[Alone] = []
@@ -173,15 +173,18 @@ class Case:
         """Return the token ids of the batch, with some segments replaced."""
         return torch.where(self.has_tokens(replaced), self.others, self.tokens)
 
-    def outputs(self, tokens: Tensor) -> list[Tensor]:
-        """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
+    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
+        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
+        [values, width]."""
         ids = self.inputs["input_ids"]
-        inputs = {**self.inputs, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
+        inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
+        if embedded:
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
         return self.ask(inputs, self.places, self.trees.lengths)
 
     def outputs_alone(self, tokens: Tensor, length: int) -> list[Tensor]:
         """Run the model on a document that has these tokens of the batch, int64 [tokens], and return the outputs of so
-        many of them, [values, width]. The others fill it up: a mask hides them from models that see later tokens."""
+        many of them, [values, width]. The others fill it up: the mask hides them from models that see later tokens."""
         shape = self.inputs["input_ids"].shape
         inputs = {
             name: value.flatten(0, 1)[self.places[tokens]][None]
@@ -189,7 +192,7 @@ class Case:
             if isinstance(value, Tensor) and value.shape[:2] == shape and name not in self.only_of_batch
         } | {"input_ids": self.tokens[tokens][None], "use_cache": False}
         numbers = torch.arange(len(tokens), device=tokens.device)
-        if length < len(tokens):
+        if length < len(tokens):  # else, a mask would hide that a model takes pad tokens for padding
             inputs["attention_mask"] = (numbers < length).long()[None]
         return self.ask(inputs, numbers[:length], [length])
 
@@ -340,17 +343,18 @@ def pack_in_one_row(documents: DocumentTokens) -> Arguments:
     return PackingCollator()([{"input_ids": tokens} for tokens in documents])
 
 
-def _find_documents(documents: Sequence[Tensor], input_ids: Tensor) -> Tensor:
+def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> Tensor:
     """Return the indices of the documents' tokens in the flattened `input_ids`, int64 [tokens]."""
     places = []
     for tokens in documents:
-        starts = (input_ids.flatten().unfold(0, len(tokens), 1) == tokens).all(1).nonzero()
+        windows = input_ids.flatten().unfold(0, len(tokens), 1)
+        starts = (windows == torch.tensor(tokens, device=input_ids.device)).all(1).nonzero()
         if len(starts) != 1:
             raise PackingError(
                 "collator: expected a batch that contains every document whole and exactly once, but a document of "
                 f"{len(tokens)} tokens occurs {len(starts)} times"
             )
-        places.append(starts[0] + torch.arange(len(tokens), device=tokens.device))
+        places.append(starts[0] + torch.arange(len(tokens), device=input_ids.device))
     return torch.cat(places)
 
 
@@ -370,7 +374,7 @@ class RowCase(Case):
             that share prefixes, their segments.
         make_batch: makes the model's inputs; by default, `pack_in_one_row`.
         seed: seed of the random tokens.
-        ends: the segment in which each document ends; by default, every segment is a document.
+        ends: as in `Case`.
     """
 
     may_be_filled = True
@@ -383,12 +387,14 @@ class RowCase(Case):
         lengths: Sequence[int] | TreeSegments | None = None,
         make_batch: MakeBatch = pack_in_one_row,
         seed: int = 0,
-        ends: Sequence[int] | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         trees = Layout.of(lengths or distinctive_lengths(runner.model)).trees
-        documents = random_documents(runner.model, trees.lengths, seed)
-        tokens, others = (torch.tensor([*chain(*each)], device=runner.device) for each in documents)
-        super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
+        self.documents, replacements = random_documents(runner.model, trees.lengths, seed)
+        tokens, others = (
+            torch.tensor([*chain(*each)], device=runner.device) for each in (self.documents, replacements)
+        )
+        super().__init__(runner, training, trees, ends, tokens, others)
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
         self.make_batch = make_batch
@@ -396,8 +402,7 @@ class RowCase(Case):
 
     def lay_out(self) -> None:
         """Make the model's inputs, filled up to a multiple of the tokens that the model takes."""
-        segments = torch.split(self.tokens, [*self.trees.lengths])
-        batch = self.make_batch([each.tolist() for each in segments])
+        batch = self.make_batch(self.documents)
         if segments_in(batch) is not None:
             columns = {name: each for name, each in batch.items() if isinstance(each, Tensor | LongestSegment)}
             batch = {**batch, **fill_up(columns, align_tokens=self.runner.multiple)}
@@ -406,7 +411,7 @@ class RowCase(Case):
         self.inputs = send_to_device(
             {name: each for name, each in batch.items() if name != "labels"}, self.runner.device
         )
-        self.places = _find_documents(segments, self.inputs["input_ids"])
+        self.places = _find_documents(self.documents, self.inputs["input_ids"])
 
     def in_training(self) -> Self:
         """Return the case in training mode."""
@@ -435,15 +440,15 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone.
         """
         failures: list[Exception] = []
-        filled = [(distinctive_multiple(self.model), True)] if self.may_be_filled else []
-        without_gradients = [(1, False)] if self.wants_gradients else []
-        for multiple, needs_gradients in ((self.runner.multiple, True), *filled, *without_gradients):
-            self.runner.multiple = multiple
+        wanted = self.wants_gradients
+        filled = [(distinctive_multiple(self.model), wanted)] if self.may_be_filled else []
+        for multiple, gradients in ((self.runner.multiple, wanted), *filled, (1, False)):
+            self.runner.multiple, self.wants_gradients = multiple, gradients
             self.lay_out()
             for attention in (None, self.runner.other_attention):
                 try:
                     with self.undisturbed():
-                        self.known = [self._examined(attention, needs_gradients)]
+                        self.known = [self._examined(attention)]
                     return
                 except NoLanguageModelError:
                     raise
@@ -454,10 +459,10 @@ class RowCase(Case):
             f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}{two_texts}"
         ) from failures[0]
 
-    def _examined(self, attention: str | None, needs_gradients: bool) -> Alone:
+    def _examined(self, attention: str | None) -> Alone:
         """Run every document alone and, in training mode, one of them once more with another random seed."""
         found = self.alone(attention)
-        if needs_gradients and self.wants_gradients and not found.runs[0].gradients:
+        if self.wants_gradients and not found.runs[0].gradients:
             raise NotCallableError("the model's gradients cannot be computed")
         if self.training:
             with self.runner.unpatched(attention), temporarily(self.runner, seed=1):
@@ -465,11 +470,10 @@ class RowCase(Case):
             if not self.tolerance(found).explains(apart(other.outputs[0], found.runs[0].outputs[0])):
                 self.unproven = RANDOM
                 return Alone({})
-            if not found.runs[0].gradients:
+            if not self.wants_gradients:
                 self.unproven = (
                     "the model's gradients cannot be computed in training mode, so only logits were compared"
                 )
-                self.wants_gradients = False
         return found
 
 

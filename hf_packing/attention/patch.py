@@ -340,15 +340,14 @@ def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
             reason.
     """
     try:
-        with unpatched_on_error(model):
-            _prove_on_packed_rows(model, model, only)
+        _prove_on_packed_rows(model, model, only)
         return
     except ModelNotSupportedError as error:
         is_backbone = model.base_model is model and model.base_model_prefix and "labels" not in Signature(model).names
         if has_vocabulary(model) or not (isinstance(error, NotCallableError) or is_backbone):
             raise
     if model.base_model is not model:
-        with suppress(ModelNotSupportedError), unpatched_on_error(model):
+        with suppress(ModelNotSupportedError):
             _prove_on_packed_rows(model, model.base_model, only)
             return
     with unpatched_on_error(model):
@@ -361,13 +360,14 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route
     """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
     model has no vocabulary, try to prove that it takes padded batches, too."""
     cases = _examined(Runner(model, module))
-    facts = _install_proven_route(cases, only).facts
-    facts.sees_labels = sees_labels(cases[0])
-    facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
-    facts.takes_packed_rows = module is model
-    if not has_vocabulary(model):
-        with suppress(ModelNotSupportedError) if module is model else nullcontext():
-            prove_unpadding(model)
+    with unpatched_on_error(model):
+        facts = _install_proven_route(cases, only).facts
+        facts.sees_labels = sees_labels(cases[0])
+        facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
+        facts.takes_packed_rows = module is model
+        if not has_vocabulary(model):
+            with suppress(ModelNotSupportedError) if module is model else nullcontext():
+                prove_unpadding(model)
 
 
 def _examined(runner: Runner) -> list[RowCase]:
@@ -436,16 +436,17 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
     for thorough in (False, True):
         search = Search(model, case.row, thorough)
         try:
-            with unpatched_on_error(model), case.undisturbed(), switched_off():
+            with unpatched_on_error(model):
                 install(model, Route(method, (), 1.0))
                 # attention is exact: a kernel that is wrong would look like a module that has to run by segment
-                forward = partial(case.outputs, case.tokens)
-                forward()
-                if method.attention and not kernel_of(model):
-                    raise ModelNotSupportedError(
-                        "the model never called the attention function that patch_model had set"
-                    )
-                plans = tuple(search.run(forward))
+                with case.undisturbed(), switched_off():
+                    forward = partial(case.outputs, case.tokens)
+                    forward()
+                    if method.attention and not kernel_of(model):
+                        raise ModelNotSupportedError(
+                            "the model never called the attention function that patch_model had set"
+                        )
+                    plans = tuple(search.run(forward))
             remove(model)
             if route and route.by_segment == plans:
                 break
