@@ -32,7 +32,6 @@ from hf_packing.attention.token_axes import (
     TokenAxes,
     detached_copy,
     leaves,
-    map_leaves,
     map_tensors,
     tensors_in,
 )
@@ -144,11 +143,7 @@ class Search:
         except Exception as error:  # a module may raise anything when it gets a single segment
             self.unsliceable |= dict.fromkeys(self._alike[plan.name], f"{type(error).__name__}: {error}")
             return
-        if (
-            depends_on_others
-            or call.differ(call.output, output)
-            or (not has_layers and call.depends_on_length(self.model.get_input_embeddings()))
-        ):
+        if depends_on_others or call.differ(call.output, output) or (not has_layers and call.depends_on_length()):
             self._run_by_segment(call, output)
 
     def _run_by_segment(self, call: "_Call", output: Any) -> None:
@@ -244,10 +239,6 @@ count as different only if the difference exceeds the limit at more than half of
 at more than half of the tokens directly after borders.
 """
 
-_LONGEST_TABLE = 8192
-"""Largest table of learned positions that is tested, in positions. A test of a larger table would take too long, and
-most tables have only a few hundred or a few thousand positions."""
-
 _FAR = 2**20
 """A position far beyond the lengths on which models are usually trained. At such a position, scaled rotary embeddings
 use another scale than at short lengths."""
@@ -340,34 +331,14 @@ class _Call:
         """Return whether two outputs for the whole row differ."""
         return outputs_differ(left, right, self.forward.plan.outputs, self.row.slices)
 
-    def depends_on_length(self, embedding: nn.Module | None) -> bool:
-        """Return whether the module works differently on long rows: because it counts tokens with torch.arange, as an
-        attention layer does whose temperature grows with the position after the first 8192 tokens; or because it fails
-        on rows that are longer than its table of learned positions. The model's `embedding` of tokens is no such table.
-        """
-        tokens = self.row.tokens
+    def depends_on_length(self) -> bool:
+        """Return whether the module works differently on long rows because it counts tokens with torch.arange, as an
+        attention layer does whose temperature grows with the position after the first 8192 tokens."""
         with suppress(Exception):  # large counts may be no indices of a table
             near = self.whole()
-            with WatchFunctions(tokens, offset=_FAR):
+            with WatchFunctions(self.row.tokens, offset=_FAR):
                 far = self.whole()
-            if self.differ(near, far):
-                return True
-        tables = (each for each in self.forward.module.modules() if isinstance(each, nn.Embedding))
-        longest = max((each.num_embeddings for each in tables if each is not embedding), default=0)
-        if not tokens < longest <= _LONGEST_TABLE:
-            return False
-        times = longest // tokens + 1
-
-        def repeat(path: Path, leaf: Any) -> Any:
-            along = self.forward.plan.inputs.of(path, leaf)
-            if not isinstance(leaf, Tensor):
-                return leaf * times if along else leaf
-            return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
-
-        try:
-            replace(self, inputs=map_leaves(self.inputs, repeat)).whole()
-        except Exception:  # an error means that the row is too long for the table
-            return True
+            return self.differ(near, far)
         return False
 
     def depends_on_far_positions(self) -> bool:
@@ -413,7 +384,7 @@ class _Call:
                 return not outputs_differ(alone, shared)
             return False
 
-        if not watched.ranks and may_share(row.slices):
+        if not watched.ranks and not self.forward.plan.is_stateful and may_share(row.slices):
             return "ragged"
         return "equal" if may_share([(start, start + min(row.lengths)) for start, _ in row.slices]) else "none"
 
