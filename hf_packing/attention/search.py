@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -221,7 +220,7 @@ def _describe(value: Any) -> Any:
     """Return a description of an attribute of a module. Attributes with equal descriptions are alike."""
     if isinstance(value, Tensor):
         return value.shape
-    if isinstance(value, (list, tuple, dict, int, float, str, Enum, torch.dtype, torch.device)):
+    if isinstance(value, (list, tuple, dict, int, float, str)):
         return repr(value)
     return id(getattr(value, "__func__", value))  # of methods, the functions
 
