@@ -142,8 +142,20 @@ class Search:
         except Exception as error:  # a module may raise anything when it gets a single segment
             self.unsliceable |= dict.fromkeys(self._alike[plan.name], f"{type(error).__name__}: {error}")
             return
-        if depends_on_others or call.differ(call.output, output) or (not has_layers and call.depends_on_length()):
+        if (
+            depends_on_others
+            or call.differ(call.output, output)
+            or (not has_layers and (call.depends_on_length() or self._counts_inside(call)))
+        ):
             self._run_by_segment(call, output)
+
+    def _counts_inside(self, call: "_Call") -> bool:
+        """Return whether a module that runs by segment gets a count of tokens, such as positions, that another module
+        around it makes in this call. The latter then runs by segment, since it may not count padding in a document."""
+        own = {id(leaf) for leaf in tensors_in(call.given)}
+        inputs = [(each.forward.plan.inputs, each.given) for each in call.inner if each.forward.plan.name in self.found]
+        found = ((axes, *each) for axes, given in inputs for each in axes.found_in(given))
+        return any(path in axes.counting and id(leaf) not in own for axes, path, leaf, _ in found)
 
     def _run_by_segment(self, call: "_Call", output: Any) -> None:
         """Let a module, and all that are built alike, run segment by segment from now on. `output` is what it then
@@ -174,7 +186,7 @@ class Search:
         returned = {id(leaf): path for path, leaf, _ in plan.outputs.found_in(call.output)}
         called = [inner.forward.module for inner in call.inner]
         for inner in call.inner:
-            if called.count(inner.forward.module) > 1 or not self._is_projection(inner, plan.name):
+            if called.count(inner.forward.module) > 1 or not self._is_projection(inner):
                 continue
             name, source = inner.forward.plan.name.removeprefix(f"{plan.name}."), inner.given[0][0]
             if id(source) in known:
@@ -183,15 +195,14 @@ class Search:
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim and id(inner.output) in returned:
                 plan.after[returned[id(inner.output)]] = name
 
-    def _is_projection(self, call: "_Call", outer: str) -> bool:
-        """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
-        segment-local module that has weights, takes a single tensor, and returns a tensor with one token axis."""
-        (args, kwargs), name, module, output = call.given, call.forward.plan.name, call.forward.module, call.output
-        if not name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+    def _is_projection(self, call: "_Call") -> bool:
+        """Return whether the module that was called is a projection: a segment-local module that has weights, takes a
+        single tensor, and returns a tensor with one token axis."""
+        (args, kwargs), plan = call.given, call.forward.plan
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
-        has_tokens = isinstance(output, Tensor) and list(output.shape).count(self.row.tokens) == 1
-        is_local = not any(is_inside(each, name) for each in (*self.found, *self.unsliceable))
-        return has_tokens and is_local and bool([*module.parameters()])
+        is_local = not any(is_inside(each, plan.name) for each in (*self.found, *self.unsliceable))
+        return len(plan.outputs.of((), call.output)) == 1 and is_local and bool([*call.forward.module.parameters()])
 
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")

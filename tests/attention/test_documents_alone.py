@@ -42,7 +42,7 @@ TRAITS = {
     "a recurrence": ("recurrent_gemma", "causal", {}, "varlen + segments", {"RecurrentGemmaRecurrentBlock": 2}),
     "alibi": ("bloom", "causal", TWO_LAYERS, "segments", {"BloomAttention": 2}),
     "positions along the row": ("bart", "causal", {}, "varlen + segments", {"BartLearnedPositionalEmbedding": 1}),
-    "positions with an offset": ("roberta", "masked", TWO_LAYERS, "varlen + segments", {"Embedding": 1}),
+    "positions with an offset": ("roberta", "masked", TWO_LAYERS, "varlen + segments", {"RobertaEmbeddings": 1}),
     "relative positions": ("deberta-v2", "masked", {}, "segments", {"DisentangledSelfAttention": 4}),
     "an encoder": ("bert", "masked", {}, "varlen", {}),
     "an encoder with windows": ("modernbert", "masked", {}, "varlen", {}),
