@@ -153,9 +153,12 @@ class Search:
         """Return whether a module that runs by segment gets a count of tokens, such as positions, that another module
         around it makes in this call. The latter then runs by segment, since it may not count padding in a document."""
         own = {id(leaf) for leaf in tensors_in(call.given)}
-        inputs = [(each.forward.plan.inputs, each.given) for each in call.inner if each.forward.plan.name in self.found]
-        found = ((axes, *each) for axes, given in inputs for each in axes.found_in(given))
-        return any(path in axes.counting and id(leaf) not in own for axes, path, leaf, _ in found)
+        return any(
+            path in inner.forward.plan.inputs.counting and id(leaf) not in own
+            for inner in call.inner
+            if inner.forward.plan.name in self.found
+            for path, leaf, _ in inner.forward.plan.inputs.found_in(inner.given)
+        )
 
     def _run_by_segment(self, call: "_Call", output: Any) -> None:
         """Let a module, and all that are built alike, run segment by segment from now on. `output` is what it then

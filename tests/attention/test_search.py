@@ -92,7 +92,7 @@ class Counted(Of):
         super().__init__(nn.Embedding(64, WIDTH))
 
     def forward(self, hidden):
-        return hidden + self.function.weight[torch.arange(hidden.shape[1])]
+        return hidden + self.function(torch.arange(hidden.shape[1]))
 
 
 class Attention(nn.Module):
