@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ from hf_packing.attention.token_axes import (
     TokenAxes,
     detached_copy,
     leaves,
-    map_leaves,
     map_tensors,
     tensors_in,
 )
@@ -147,9 +145,20 @@ class Search:
         if (
             depends_on_others
             or call.differ(call.output, output)
-            or (not has_layers and call.depends_on_length(self.model.get_input_embeddings()))
+            or (not has_layers and (call.depends_on_length() or self._counts_inside(call)))
         ):
             self._run_by_segment(call, output)
+
+    def _counts_inside(self, call: "_Call") -> bool:
+        """Return whether a module that runs by segment gets a count of tokens, such as positions, that another module
+        around it makes in this call. The latter then runs by segment, since it may not count padding in a document."""
+        own = {id(leaf) for leaf in tensors_in(call.given)}
+        return any(
+            path in inner.forward.plan.inputs.counting and id(leaf) not in own
+            for inner in call.inner
+            if inner.forward.plan.name in self.found
+            for path, leaf, _ in inner.forward.plan.inputs.found_in(inner.given)
+        )
 
     def _run_by_segment(self, call: "_Call", output: Any) -> None:
         """Let a module, and all that are built alike, run segment by segment from now on. `output` is what it then
@@ -180,7 +189,7 @@ class Search:
         returned = {id(leaf): path for path, leaf, _ in plan.outputs.found_in(call.output)}
         called = [inner.forward.module for inner in call.inner]
         for inner in call.inner:
-            if called.count(inner.forward.module) > 1 or not self._is_projection(inner, plan.name):
+            if called.count(inner.forward.module) > 1 or not self._is_projection(inner):
                 continue
             name, source = inner.forward.plan.name.removeprefix(f"{plan.name}."), inner.given[0][0]
             if id(source) in known:
@@ -189,15 +198,14 @@ class Search:
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim and id(inner.output) in returned:
                 plan.after[returned[id(inner.output)]] = name
 
-    def _is_projection(self, call: "_Call", outer: str) -> bool:
-        """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
-        segment-local module that has weights, takes a single tensor, and returns a tensor with one token axis."""
-        (args, kwargs), name, module, output = call.given, call.forward.plan.name, call.forward.module, call.output
-        if not name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+    def _is_projection(self, call: "_Call") -> bool:
+        """Return whether the module that was called is a projection: a segment-local module that has weights, takes a
+        single tensor, and returns a tensor with one token axis."""
+        (args, kwargs), plan = call.given, call.forward.plan
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
-        has_tokens = isinstance(output, Tensor) and list(output.shape).count(self.row.tokens) == 1
-        is_local = not any(is_inside(each, name) for each in (*self.found, *self.unsliceable))
-        return has_tokens and is_local and bool([*module.parameters()])
+        is_local = not any(is_inside(each, plan.name) for each in (*self.found, *self.unsliceable))
+        return len(plan.outputs.of((), call.output)) == 1 and is_local and bool([*call.forward.module.parameters()])
 
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
@@ -226,7 +234,7 @@ def _describe(value: Any) -> Any:
     """Return a description of an attribute of a module. Attributes with equal descriptions are alike."""
     if isinstance(value, Tensor):
         return value.shape
-    if isinstance(value, (list, tuple, dict, int, float, str, Enum, torch.dtype, torch.device)):
+    if isinstance(value, (list, tuple, dict, int, float, str)):
         return repr(value)
     return id(getattr(value, "__func__", value))  # of methods, the functions
 
@@ -243,10 +251,6 @@ In a mixture of experts, rounding may also route a few tokens to other experts. 
 count as different only if the difference exceeds the limit at more than half of the tokens directly before borders, or
 at more than half of the tokens directly after borders.
 """
-
-_LONGEST_TABLE = 8192
-"""Largest table of learned positions that is tested, in positions. A test of a larger table would take too long, and
-most tables have only a few hundred or a few thousand positions."""
 
 _FAR = 2**20
 """A position far beyond the lengths on which models are usually trained. At such a position, scaled rotary embeddings
@@ -340,34 +344,14 @@ class _Call:
         """Return whether two outputs for the whole row differ."""
         return outputs_differ(left, right, self.forward.plan.outputs, self.row.slices)
 
-    def depends_on_length(self, embedding: nn.Module | None) -> bool:
-        """Return whether the module works differently on long rows: because it counts tokens with torch.arange, as an
-        attention layer does whose temperature grows with the position after the first 8192 tokens; or because it fails
-        on rows that are longer than its table of learned positions. The model's `embedding` of tokens is no such table.
-        """
-        tokens = self.row.tokens
+    def depends_on_length(self) -> bool:
+        """Return whether the module works differently on long rows because it counts tokens with torch.arange, as an
+        attention layer does whose temperature grows with the position after the first 8192 tokens."""
         with suppress(Exception):  # large counts may be no indices of a table
             near = self.whole()
-            with WatchFunctions(tokens, offset=_FAR):
+            with WatchFunctions(self.row.tokens, offset=_FAR):
                 far = self.whole()
-            if self.differ(near, far):
-                return True
-        tables = (each for each in self.forward.module.modules() if isinstance(each, nn.Embedding))
-        longest = max((each.num_embeddings for each in tables if each is not embedding), default=0)
-        if not tokens < longest <= _LONGEST_TABLE:
-            return False
-        times = longest // tokens + 1
-
-        def repeat(path: Path, leaf: Any) -> Any:
-            along = self.forward.plan.inputs.of(path, leaf)
-            if not isinstance(leaf, Tensor):
-                return leaf * times if along else leaf
-            return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
-
-        try:
-            replace(self, inputs=map_leaves(self.inputs, repeat)).whole()
-        except Exception:  # an error means that the row is too long for the table
-            return True
+            return self.differ(near, far)
         return False
 
     def depends_on_far_positions(self) -> bool:
@@ -413,7 +397,7 @@ class _Call:
                 return not outputs_differ(alone, shared)
             return False
 
-        if not watched.ranks and may_share(row.slices):
+        if not watched.ranks and not self.forward.plan.is_stateful and may_share(row.slices):
             return "ragged"
         return "equal" if may_share([(start, start + min(row.lengths)) for start, _ in row.slices]) else "none"
 

@@ -101,10 +101,6 @@ _KEPT_EQUAL = (
 )
 """Pairs of settings. If the two settings are equal in the model, they also have to be equal in the copy."""
 
-_STATE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
-"""Names of settings of Mamba layers: number of heads, head size, expansion. The number of heads has to be hidden size *
-expansion / head size."""
-
 _LARGEST_TOKEN = 7
 
 _MOST_PER_KIND = 8
@@ -168,9 +164,8 @@ def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     for name, other in _KEPT_EQUAL:
         if other in before and before.get(name) == before[other]:
             settings[name] = settings[other]
-    for heads, size, expansion in _STATE_HEADS:
-        if all(isinstance(settings.get(name), int) for name in (heads, size, expansion, "hidden_size")):
-            settings[heads] = settings["hidden_size"] * settings[expansion] // settings[size]
+    if {"num_heads", "head_dim", "expand"} <= settings.keys():  # Mamba 2 refuses any other number of heads
+        settings["num_heads"] = settings["hidden_size"] * settings["expand"] // settings["head_dim"]
     for name in _derived(config, before, settings):
         del settings[name]
     for name in config.sub_configs:

@@ -387,8 +387,9 @@ class ConstantDraws(TorchFunctionMode):
         if names is None:
             return found
         given = {} if name.startswith("rand") else dict(zip(names, args[1:], strict=False))
-        of = {"from": 0.0, "to": 1.0, "mean": 0.0, "std": 1.0} | given | (kwargs or {})
-        low, high = (of["from"], of["to"]) if "to" in names else (of["mean"] - of["std"], of["mean"] + of["std"])
+        of = dict(zip(names, (0.0, 1.0), strict=True)) | given | (kwargs or {})
+        first, second = (of[each] for each in names)
+        low, high = (first, second) if "to" in names else (first - second, first + second)
         with torch.no_grad():  # new parameters of a model that changes its layers
             found.fill_(low + 0.75 * (high - low))
             if found.ndim > 2:

@@ -178,9 +178,6 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
         axes: token axes of the arguments.
         places: the tokens of each part.
         fill: function that returns the padding.
-
-    Raises:
-        PackingError: a tensor's first axis is a token axis, so that several parts cannot be stacked as rows.
     """
     longest = max(map(length_of, places))
 
@@ -190,8 +187,6 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
             return leaf
         if not isinstance(leaf, Tensor):
             return longest
-        if along[0] == 0 and len(places) > 1:
-            raise PackingError(f"{axes.where}: expected {_dotted(path)} to have an axis for rows before its token axis")
         parts = []
         for place in places:
             # for tokens that are not next to each other, a mask with two token axes is taken from the first tokens of
@@ -226,9 +221,6 @@ def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes
         calls: for each call with a batch from `cut_inputs`: the numbers of its parts in the row, the numbers of tokens
             in these parts, and the output of the module.
         axes: token axes of the module's outputs.
-
-    Raises:
-        PackingError: a tensor for several parts has no axis of rows.
     """
     outputs = [dict(leaves(output)) for *_, output in calls]
 
@@ -240,11 +232,6 @@ def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes
             return sum(sum(lengths) for _, lengths, _ in calls)
         pieces = {}
         for (numbers, lengths, _), output in zip(calls, outputs, strict=True):
-            if len(lengths) > 1 and (along[0] == 0 or len(output[path]) % len(lengths)):
-                raise PackingError(
-                    f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
-                    f"size that {len(lengths)} divides, got shape {list(output[path].shape)}"
-                )
             for number, rows, length in zip(numbers, output[path].chunk(len(lengths)), lengths, strict=True):
                 for axis in along:
                     rows = rows.narrow(axis, 0, length)

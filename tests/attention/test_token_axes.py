@@ -1,6 +1,5 @@
 """Which axes of nested tensors are tokens, cutting segments out of them, and joining them again."""
 
-import re
 from itertools import accumulate, count
 from typing import NamedTuple
 
@@ -107,17 +106,6 @@ def test_segments_that_share_a_call_are_padded_on_the_right():
         assert torch.equal(batch["hidden"][0], value["hidden"][0, :3])
         assert torch.equal(batch["hidden"][1, :2], value["hidden"][0, 3:5])
         assert batch["hidden"][1, 2].tolist() == [filler] * 2
-
-
-def test_segments_cannot_share_a_call_without_an_axis_for_rows():
-    value = {"hidden": row(TOKENS, 2)}
-    assert cut_inputs(value, recorded(value), SLICES[:1])["hidden"].shape == (3, 2)
-    with pytest.raises(PackingError, match=re.escape("Module (name): expected hidden to have an axis for rows")):
-        cut_inputs(value, recorded(value), SLICES)
-    axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
-    for wrong in ({"flat": row(6, 2)}, {"hidden": row(3, 3, 2)}):
-        with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
-            join_outputs([([0, 1], [3, 2], wrong)], axes)
 
 
 def run(value, slices_of_calls, tokens=TOKENS):
