@@ -19,7 +19,7 @@ from hf_packing.attention.model import Arguments, Signature
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS, TREE_BORDERS, TREE_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.upstream.torch import mark_changing
-from hf_packing.upstream.transformers import can_set_attention
+from hf_packing.upstream.transformers import attention_name, can_set_attention
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
@@ -211,6 +211,14 @@ def route_of(model: PreTrainedModel) -> Route | None:
     """Return the route of a patched model, or None for a model that is not patched."""
     patch = getattr(model, PATCH, None)
     return patch.route if patch is not None else None
+
+
+def route_key(model: PreTrainedModel) -> Any:
+    """Return a key of everything that a route depends on. The proof does not repeat all checks of the search, so the
+    names and classes of all modules are in the key."""
+    classes = tuple((name, type(module)) for name, module in model.named_modules())
+    facts = attention_name(model.config), model.dtype, model.device.type, borders_left_out.get()
+    return classes, model.config.to_json_string(), *facts
 
 
 def sees_labels(model: PreTrainedModel) -> bool:

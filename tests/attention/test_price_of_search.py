@@ -107,3 +107,10 @@ def test_layers_that_only_seem_alike_are_found_by_the_second_search(searched, la
     assert searched.count("model.layers.0.mlp") == 2  # once in each search
     assert searched.count("model.layers.3.mlp") == 1
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_the_route_is_found_once(searched):
+    first = route_of(hfp.patch_model(tiny_model("mamba", "causal")))
+    searched.clear()
+    assert route_of(hfp.patch_model(tiny_model("mamba", "causal"))) == first
+    assert not searched
