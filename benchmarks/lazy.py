@@ -57,7 +57,7 @@ def through_datasets(rows: datasets.Dataset, workers: int) -> Callable[[], int]:
 def through_attach(rows: datasets.Dataset, tokens: int, workers: int) -> Callable[[], int]:
     sampler = RankBatchSampler(hfp.TokenBudget(tokens), sizes_of(rows))
     options = {"num_workers": workers, "persistent_workers": workers > 0}
-    return epoch_of(batches_loader(SampledRows(rows, sampler), sampler, hfp.PackingCollator(), **options))
+    return epoch_of(batches_loader(SampledRows(rows, sampler), hfp.PackingCollator(), **options))
 
 
 def differing_rows(one: datasets.Dataset, other: datasets.Dataset) -> int:

@@ -60,9 +60,9 @@ def loaders(rows: datasets.Dataset, tokens: int, workers: int) -> dict[str, Data
     formatted = Formatted(rows.data)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
     return {
-        "before": batches_loader(SampledRows(formatted, sampler), sampler, collate_plainly, **options),
-        "format": batches_loader(SampledRows(formatted, sampler), sampler, hfp.PackingCollator(), **options),
-        "attach": batches_loader(SampledRows(rows, sampler), sampler, hfp.PackingCollator(), **options),
+        "before": batches_loader(SampledRows(formatted, sampler), collate_plainly, **options),
+        "format": batches_loader(SampledRows(formatted, sampler), hfp.PackingCollator(), **options),
+        "attach": batches_loader(SampledRows(rows, sampler), hfp.PackingCollator(), **options),
     }
 
 

@@ -29,6 +29,7 @@ from trainers import documents
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
+from hf_packing.attention.route import known_routes
 from hf_packing.training.step_counts import StepCounts
 from hf_packing.upstream.trl import hides_logits
 
@@ -82,6 +83,7 @@ def masked_model() -> transformers.PreTrainedModel:
 def page_names(tmp_path, monkeypatch) -> dict:
     """What a reader of the pages has: small files, tiny models by any name, and the names that pages use."""
     monkeypatch.chdir(tmp_path)
+    known_routes.clear()  # a reader runs a page in a new process
     rng = np.random.default_rng(0)
     texts = ["lorem ipsum " * int(times) for times in rng.integers(1, 9, 60)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -41,6 +41,7 @@ from hf_packing.attention.route import (
     Route,
     borders_left_out,
     is_patched,
+    known_routes,
     methods_for,
     packed_share,
     route_key,
@@ -400,21 +401,17 @@ def _treats_pad_as_padding(like: RowCase) -> bool:
         return False
 
 
-_known_routes: dict[Any, Route] = {}
-"""The routes that were found in this process, by what `route_key` returns."""
-
-
 def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
     """Install the fastest route that is proven to keep documents apart, and return it. The one that was found for a
     model that is built alike is tried first."""
     model, failures = cases[0].model, dict[str, None]()
     key = route_key(model)
-    if (known := only or _known_routes.get(key)) is not None:
+    if (known := only or known_routes.get(key)) is not None:
         with nullcontext() if only else suppress(ModelNotSupportedError):
             return _prove(known, cases)
     for method in methods_for(model, cases[0].runner.called):
         try:
-            route = _known_routes[key] = _search_and_prove(method, cases, tuple(failures))
+            route = known_routes[key] = _search_and_prove(method, cases, tuple(failures))
             return route
         except ModelNotSupportedError as error:
             attention = "varlen attention" if method.attention else "the attention of the model"

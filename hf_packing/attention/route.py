@@ -213,6 +213,10 @@ def route_of(model: PreTrainedModel) -> Route | None:
     return patch.route if patch is not None else None
 
 
+known_routes: dict[Any, Route] = {}
+"""The routes that were found in this process, by what `route_key` returns."""
+
+
 def route_key(model: PreTrainedModel) -> Any:
     """Return a key of everything that a route depends on. The proof does not repeat all checks of the search, so the
     names and classes of all modules are in the key."""

@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import Trainer
 
-from hf_packing.attention import Step, StepRunner, compare, has_local_weights, inner_model, input_device
+from hf_packing.attention import Step, StepRunner, has_local_weights, inner_model, input_device
 from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import Batch
@@ -75,25 +75,27 @@ def find_loss_unit(trainer: Trainer, checked: CheckedRows, named: str | None) ->
     losses = [each.loss for each in steps]
     if not all(map(math.isfinite, (together.loss, *losses))):
         raise PackingError(f"trainer: expected a finite loss, but the loss of {what} is {together.loss} on some rows")
-    dtype = next(inner_model(model).parameters()).dtype
-    most_of_loss, most = _CLOSE.get(dtype, _CLOSE_IN_HALF)
+    most, most_of_gradients = _CLOSE.get(next(inner_model(model).parameters()).dtype, _CLOSE_IN_HALF)
+    most *= max(map(abs, (together.loss, *losses)))
     fitting: dict[str, float] = {}
     for unit in dict.fromkeys([*([named] if named else []), *_units_of(checked.whole)]):
         counts = [float(UNITS[unit](*part)) for part in checked.parts]
-        apart = compare(_mean(steps, counts), together, dtype)
-        if len(counts) == 1 or (all(counts) and apart.loss <= most_of_loss and apart.largest <= most):
-            fitting[unit] = apart.largest
+        shares = [count / max(sum(counts), 1) for count in counts]
+        mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
+        apart = _apart(together, steps, shares)
+        if len(counts) == 1 or (all(counts) and abs(mean - together.loss) <= most and apart <= most_of_gradients):
+            fitting[unit] = apart
     best = min(fitting, key=fitting.__getitem__, default=None)
     unit = named or best or ""
-    if unit in fitting and fitting[unit] <= 2 * min(fitting.values()) + most / 100:
+    if unit in fitting and fitting[unit] <= 2 * min(fitting.values()) + most_of_gradients / 100:
         return unit
     expected = f"one of {', '.join(UNITS)}" if named is None else f"another unit than {named!r}"
     fits = f"; {best!r} fits better" if best else ""
     raise PackingError(
         f"loss_unit: expected {expected}, of which the loss of {what} is a mean, but it is {together.loss} on some "
-        f"rows, and {' and '.join(map(str, losses))} on parts of them{fits}. Its gradient would depend "
-        "on which rows share a micro-batch, as that of a loss which reads padding does. attach(trainer, None) keeps "
-        "the trainer's batches, and takes out their padding"
+        f"rows, and {' and '.join(map(str, losses))} on parts of them{fits}. Its gradient would depend on which rows "
+        "share a micro-batch, as that of a loss which reads padding does. attach(trainer, None) keeps the trainer's "
+        "batches, and takes out their padding"
     )
 
 
@@ -123,11 +125,15 @@ def _steps(trainer: Trainer, batches: Sequence[Batch]) -> list[Step]:
         ]
 
 
-def _mean(steps: Sequence[Step], weights: Sequence[float]) -> Step:
-    """Return the weighted mean of some steps."""
-    total = max(sum(weights), 1)
-    gradients: dict[str, Tensor] = {}
-    for step, weight in zip(steps, weights, strict=True):
-        for name, each in step.gradients.items():
-            gradients[name] = gradients.get(name, 0) + each.double() * (weight / total)
-    return Step(sum(step.loss * weight for step, weight in zip(steps, weights, strict=True)) / total, gradients)
+def _apart(together: Step, parts: Sequence[Step], shares: Sequence[float]) -> float:
+    """Return how far the gradients of a step are from the means of those of its parts, as a share of their size."""
+    size = apart = 0.0
+    for name, whole in together.gradients.items():
+        mean = sum(
+            share * step.gradients[name].double()
+            for share, step in zip(shares, parts, strict=True)
+            if name in step.gradients
+        )
+        size += float(whole.double().square().sum())
+        apart += float((whole.double() - mean).square().sum())
+    return math.sqrt(apart / size) if size else 0.0

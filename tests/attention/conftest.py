@@ -5,7 +5,13 @@ import torch
 import torch.nn.attention.flex_attention as of_torch
 
 from hf_packing.attention import kernels, patch
-from hf_packing.attention.route import methods_for
+from hf_packing.attention.route import known_routes, methods_for
+
+
+@pytest.fixture(autouse=True)
+def no_known_routes():
+    """A test finds its routes itself."""
+    known_routes.clear()
 
 
 @pytest.fixture

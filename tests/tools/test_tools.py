@@ -24,6 +24,7 @@ import hf_packing as hfp
 from hf_packing.attention import function
 from hf_packing.attention.kinds.split import TokenExchange, block_of
 from hf_packing.attention.kinds.trees import _TREES as PROVEN
+from hf_packing.attention.route import known_routes
 from hf_packing.trees.segments import TreeSegments
 from tools import compare_revisions, kernel_signatures
 from tools.compare_revisions import ROOT, WORKLOADS, _time_revision, compare
@@ -157,6 +158,11 @@ SAMPLES = {
 SAMPLE = [(kind, name) for kind, names in SAMPLES.items() for name in names.split()]
 SAMPLE += [("causal", "llama with dynamic rope"), ("trees", "phi3 with longrope"), ("trees", "falcon with alibi")]
 FAST = [("causal", "llama"), ("trees", "gpt2")]
+
+
+@pytest.fixture(autouse=True)
+def no_known_routes():
+    known_routes.clear()
 
 
 @pytest.fixture
