@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hf_packing.attention.kernels import HALF_PRECISION
 from hf_packing.attention.model import Signature, embedding_of, inner_model, input_device, is_compiled
@@ -144,6 +145,9 @@ class Runner:
             if not (as_trained and training and self.model.training):
                 stack.enter_context(in_mode(self.model, training))
             stack.enter_context(torch.set_grad_enabled(training))  # some models check this in training mode
+            for module in self.called.modules():
+                if isinstance(module, FSDPModule):  # weights stay gathered after a forward without a backward pass
+                    module.reshard()
             self._weights = WeightSnapshot(self._outermost)
             stack.callback(self._weights.restore)
             if not self.is_compiled:  # it would be compiled again

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_packing.attention.kinds.split import block_of
@@ -72,17 +71,14 @@ class StepRunner:
     def undisturbed(self, training: bool) -> Iterator[None]:
         """Context manager: within the block, models run without dropout, and nothing of it is left after the block."""
         modules = [module for runner in self.runners for module in runner.called.modules()]
-        for module in modules:
-            if isinstance(module, FSDPModule):  # leaves weights gathered after a forward alone, which get no gradients
-                module.reshard()
-        self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
-        kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
         is_compiled = any(runner.is_compiled for runner in self.runners)
         with ExitStack() as stack:
             for runner in self.runners:
                 mode = training if runner is self.runners[0] else runner.model.training
                 without = RANDOM_SETTINGS if runner.is_compiled else ("drop",)
                 stack.enter_context(runner.undisturbed(mode, as_trained=True, without=without))
+            self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+            kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
             if not is_compiled:
                 stack.enter_context(ConstantDraws())
             # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them

@@ -438,7 +438,10 @@ FOUND = {
 }
 
 NOT_ISOLATED = {
-    "delayed scaling": (with_layers(DelayedScaling), "other documents by up to .*begins in DelayedScaling"),
+    "delayed scaling": (
+        with_layers(DelayedScaling),
+        "depends on earlier batches; the difference begins in DelayedScaling",
+    ),
     "one scale for a call": (with_layers(ScaleOfBatch), f"{DIFFERS}.*so documents have other weights"),
     "spectral norm": (with_layers(spectral), "depends on earlier batches"),
 }
