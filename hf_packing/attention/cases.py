@@ -270,7 +270,7 @@ class Case:
     def alone(self, attention: str | None = None) -> Alone:
         """Run documents alone on the model without its patch, with its own attention function or another one. The
         longest one runs twice, the second time with rounding errors in its embeddings."""
-        with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients):
+        with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients or self.training):
             found = {document: self.run_alone(document) for document in self.sample}
             if not found:
                 return Alone({})
