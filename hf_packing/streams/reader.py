@@ -264,7 +264,8 @@ class DocumentReader:
             for table in _tables_of(shard, self._schema):
                 numbers = np.arange(at_state, at_state + table.num_rows)
                 wanted = (numbers >= first) & (turns[numbers % len(turns)] == own)
-                yield (part, before, at_state, first), numbers[wanted], _documents(table, wanted, self._schema)
+                place = part, before, at_state, max(first, at_state)
+                yield place, numbers[wanted], _documents(table, wanted, self._schema)
                 before, at_state = shard.state_dict(), at_state + table.num_rows
             state, at_state, first = None, 0, 0
 

@@ -20,7 +20,7 @@ from document_streams import (
     tokens_in,
     write_source,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiers import fast_only
 
@@ -309,6 +309,9 @@ def test_a_state_of_another_piece_is_refused(pack):
     st.sampled_from(["first_exhausted", "all_exhausted", ALL]),
     st.integers(1, 40),
 )
+@example(
+    [1, 30, 30], 0, "mixture", "all_exhausted", 1
+)  # a source is between two tables, of a shard read from its begin
 def test_resumed_at_any_row(stops, streams, change, how, rows_in_table):
     few, many = (documents(source, number, 8) for source, number in ((0, 30), (1, 60)))
 
