@@ -53,7 +53,7 @@ class BatchCase(Case):
         model: a model as a training loop calls it: wrapped by DDP, FSDP, PEFT, DeepSpeed, torch.compile, or not.
         batch: a packed batch, or one of trees, with input_ids [rows, tokens] and borders.
         training: whether the model runs in training mode, with gradients but without dropout.
-        read_layout: reads the layout of the batch from the arguments of a model, given whether borders are required.
+        read_layout: reads the layout of the batch from the arguments of a model.
         ends: as in `Case`.
     """
 
@@ -67,7 +67,7 @@ class BatchCase(Case):
         model: nn.Module,
         batch: Mapping[str, Any],
         training: bool,
-        read_layout: Callable[[Inputs, bool], Layout],
+        read_layout: Callable[[Inputs], Layout],
         ends: Sequence[int] = (),
     ) -> None:
         if batch.get("input_ids") is None:
@@ -78,7 +78,7 @@ class BatchCase(Case):
         # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
         taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
         self.inputs = send_to_device({name: batch[name] for name in batch if name in taken}, runner.device)
-        trees = read_layout(self.inputs, True).documents
+        trees = read_layout(self.inputs).documents
         self.places = torch.arange(trees.tokens, device=runner.device)
         known = segments_in(batch)
         runner.multiple = 1 if known is None else known.multiple

@@ -495,18 +495,19 @@ _REACHES = 1e-4
 respect to the document with the label. Otherwise, the gradient is usually 0."""
 
 
-def sees_labels(case: RowCase) -> bool:
+def sees_labels(case: RowCase, in_training: RowCase) -> bool:
     """Return whether the input token at a label's position affects the logits that the label is compared with.
 
     This is so in masked language models, and in bidirectional models with a causal loss. In other models, the last
-    token of a document affects no loss. The result is computed from the gradients of the model's own loss in training
-    mode. If the model computes no loss or no gradients there, the result is False.
+    token of a document affects no loss. The result is computed from the gradients of the model's own loss. If the model
+    computes no loss or no gradients, the result is False.
 
     Only the second of three documents has labels, from its second token. The loss with other labels is subtracted, so
     that auxiliary losses, such as those of routers, cancel out.
 
     Args:
         case: three documents in a row of a patched model.
+        in_training: a case of the same model in training mode, which the loss is computed in if it was run.
 
     Raises:
         ModelNotSupportedError: the loss has a gradient with respect to another document, whose outputs it compares with
@@ -518,7 +519,8 @@ def sees_labels(case: RowCase) -> bool:
     labels = ids.new_full((2, *ids.shape), IGNORED_LABEL)
     labels[:, 0, begin + 1 : end] = torch.stack([case.tokens, case.others])[:, begin + 1 : end] % case.width
     found = torch.zeros(len(case.owners), device=ids.device)
-    with suppress(Exception), runner.undisturbed(training=True), runner.leaves() as embedded:
+    training = bool(in_training.known)
+    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:
         one, other = (runner({**case.inputs, "labels": each}).loss for each in labels)
         found = case.gradients_at(one - other, embedded, case.places).abs().amax(1)
     least = _REACHES * found[own].max()

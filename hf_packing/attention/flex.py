@@ -86,7 +86,9 @@ def _mask_of(
     row: Layout | TracedRow, tokens: int, device: torch.device, is_causal: bool, window: int | None, chunk: int | None
 ) -> BlockMask:
     own: BlockMask | None = row.block_mask(device, window, chunk) if isinstance(row, Layout) else None
-    return own or row_mask(row.cu_seq_lens.to(device, torch.int32), tokens, is_causal, window, chunk)
+    if own is not None:
+        return own
+    return row_mask(row.cu_seq_lens.to(device, torch.int32), tokens, is_causal, window, chunk)
 
 
 _kept_mask_of: Callable[..., BlockMask] = once_for_all_layers(_mask_of)

@@ -131,7 +131,7 @@ class Layout:
 
     @property
     def places(self) -> Sequence[Place]:
-        """Where the tokens of each path are."""
+        """The places of the tokens of each path."""
         return self.slices
 
     @cached_property

@@ -173,9 +173,9 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
             f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location}; call "
             "patch_model while the weights are in memory, or pass prove='small'"
         )
-    only, unknown = None, ""
+    key, only, unknown = route_key(inner), None, ""
     with random_where_zero(inner):
-        if has_thresholds(inner.config):
+        if key not in known_routes and has_thresholds(inner.config):
             # some modules work differently on documents longer than a window, or than the 2048 tokens that they select;
             # those of a proof are shorter, so the route is one that works on a copy with small thresholds
             try:
@@ -184,6 +184,7 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
                 unknown = str(error)
         find_and_prove(inner, only)
     if unknown:
+        known_routes.pop(key, None)  # whoever patches another model has to know it, too
         warnings.warn(f"patch_model proved isolation on short documents only: {unknown}", stacklevel=3)
 
 
@@ -364,7 +365,7 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route
     cases = _examined(Runner(model, module))
     with unpatched_on_error(model):
         facts = _install_proven_route(cases, only).facts
-        facts.sees_labels = sees_labels(cases[0])
+        facts.sees_labels = sees_labels(*cases)
         facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
         facts.takes_packed_rows = module is model
         if not has_vocabulary(model):
@@ -408,11 +409,12 @@ def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
     key = route_key(model)
     if (known := only or known_routes.get(key)) is not None:
         with nullcontext() if only else suppress(ModelNotSupportedError):
-            return _prove(known, cases)
+            known_routes[key] = _prove(known, cases)
+            return known_routes[key]
     for method in methods_for(model, cases[0].runner.called):
         try:
-            route = known_routes[key] = _search_and_prove(method, cases, tuple(failures))
-            return route
+            known_routes[key] = _search_and_prove(method, cases, tuple(failures))
+            return known_routes[key]
         except ModelNotSupportedError as error:
             attention = "varlen attention" if method.attention else "the attention of the model"
             failures[f"with {attention}: {error}"] = None

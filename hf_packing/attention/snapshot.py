@@ -49,7 +49,7 @@ def temporarily(of: Any, **values: Any) -> Iterator[None]:
 
 
 class Contents:
-    """What some dictionaries and other collections hold at one moment.
+    """Snapshot of the items of some dictionaries and other collections.
 
     It may serve many forwards, since most forwards change nothing, and since it is cheap to find that out: it takes
     milliseconds for 1,000 modules.

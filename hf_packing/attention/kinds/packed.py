@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import unwrap
 from typing import Any
 
@@ -99,7 +99,7 @@ class PackedRows(Batch):
 
     @classmethod
     def case(cls, model: nn.Module, batch: Mapping[str, Any], training: bool) -> BatchCase:
-        return BatchCase(model, batch, training, read_layout)
+        return BatchCase(model, batch, training, partial(read_layout, training=True))
 
     def check(self, forward: Any, inputs: Inputs) -> None:  # noqa: ARG002
         keep = inputs.get("logits_to_keep")

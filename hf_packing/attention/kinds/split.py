@@ -112,7 +112,7 @@ class PartCase(BatchCase):
     makes_same_calls = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], part: RowPart, training: bool) -> None:
-        super().__init__(model, batch, training, lambda inputs, _: SplitLayout.of_part(part, tokens_of(inputs).device))
+        super().__init__(model, batch, training, lambda inputs: SplitLayout.of_part(part, tokens_of(inputs).device))
         row = roots(part.layout.lengths.tolist())
         self.lengths, self.num_tokens = row.lengths, row.tokens
         self.replacements = [np.flatnonzero(np.isin(part.pieces.document, segments_to_replace(row))).tolist()]
@@ -191,14 +191,14 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
     plan, begins = plan_exchange(layout, is_causal=is_causal, window=window, chunk=chunk), offsets_of(layout.lengths)
     spans, own = plan.spans, layout.places(rank)
 
-    def tokens_of(chosen: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
+    def tokens_in(chosen: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
         """Return the places of the tokens in some spans, and the other rank of each."""
         some = spans.take(chosen)
         places = indices_in_ranges(begins[some.document] + some.start, some.length)
         return places, np.repeat(other[chosen], some.length)
 
-    sent, receiver = tokens_of(np.flatnonzero(plan.sender == rank), plan.receiver)
-    seen, sender = tokens_of(np.flatnonzero(plan.receiver == rank), plan.sender)
+    sent, receiver = tokens_in(np.flatnonzero(plan.sender == rank), plan.receiver)
+    seen, sender = tokens_in(np.flatnonzero(plan.receiver == rank), plan.sender)
     documents = np.searchsorted(begins, seen, side="right")
     return TokenExchange(
         sent=on_device(np.searchsorted(own, sent), device),

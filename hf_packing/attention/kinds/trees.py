@@ -130,7 +130,7 @@ def has_trees(inputs: Inputs) -> bool:
     return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
 
 
-def read_trees(inputs: Inputs, training: bool = False) -> Layout:  # noqa: ARG001
+def read_trees(inputs: Inputs) -> Layout:
     """Read the segments of a row of trees from a model's inputs, which waits for the device. Without any parents, they
     are those of a packed row.
 
