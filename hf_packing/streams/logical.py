@@ -25,8 +25,8 @@ from hf_packing.rows.changes import describe_changes, warn_of_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.packing_trace import info_of_packed
 from hf_packing.streams.mix import mixtures_in, piece_of
-from hf_packing.streams.packed import PlacedRows, StreamPacking, Window
-from hf_packing.streams.reader import Share, documents_of_shares, open_source, shares_of
+from hf_packing.streams.packed import StreamPacking, Window
+from hf_packing.streams.reader import Share, documents_of_shards, documents_of_shares, open_source, shares_of
 from hf_packing.streams.state import STATE, StatefulExamples
 from hf_packing.upstream import datasets as upstream
 
@@ -122,8 +122,11 @@ class PackedExamples(StatefulExamples):
         Args:
             positions: how far each of the owned logical streams has come; updated with every turn.
         """
-        shares = shares_of(self.ex_iterable, self.streams) if self.streams else [None]
-        rows = {stream: self._rows(stream, shares[stream], *at) for stream, (_, *at) in positions.items()}
+        packing, sources = self.packing, self._sources()
+        rows = {
+            stream: replace(packing, stream=stream if self.streams else None).rows(*sources[stream], *at)
+            for stream, (_, *at) in positions.items()
+        }
         turn, left = min((turns for turns, *_ in positions.values()), default=0), set(rows)
         while left:
             for stream in self.owned:
@@ -141,14 +144,14 @@ class PackedExamples(StatefulExamples):
         facts = {**counts, "splits": splits, "strategy": repr(self.packing.strategy)}
         warn_of_changes(describe_changes(facts, of=" of a stream"), "pack", stacklevel=2)
 
-    def _rows(self, stream: int, share: Share | None, window: Window | None, rows_out: int) -> PlacedRows:
-        """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
-        examples, packing = self.ex_iterable, self.packing
-        if self.streams:
-            packing = replace(packing, stream=stream)
-            if (piece := piece_of(examples, stream, self.streams)) is not None:
-                examples, share = piece, None
-        return packing.rows(examples, share, window, rows_out)
+    def _sources(self) -> list[tuple[upstream.Examples, Share | None]]:
+        """Return what each logical stream reads: a piece of a mixture, or a share of the shards of another stream."""
+        examples, streams = self.ex_iterable, self.streams
+        if not streams:
+            return [(examples, None)]
+        if piece_of(examples, 0, streams) is None:
+            return [(examples, share) for share in shares_of(examples, streams)]
+        return [(piece_of(examples, number, streams), None) for number in range(streams)]
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return a state with the positions of the logical streams that have begun, for `positions_in`."""
@@ -166,11 +169,11 @@ class PackedExamples(StatefulExamples):
 
 def documents_of_streams(examples: upstream.Examples, streams: int) -> dict[str, list[int]]:
     """Return how many documents each logical stream gets of a stream, or of each source of a mixture, by name; without
-    those for which only reading the documents says so."""
+    those of which it is not known."""
     return {
         name: documents_of_shares(documents, shares_of(source, streams))
         for name, source in _sources_of(examples).items()
-        if (documents := upstream.documents_of_shards(source)) is not None
+        if (documents := documents_of_shards(source)) is not None
     }
 
 
@@ -191,7 +194,7 @@ def check_shares(examples: upstream.Examples, streams: int) -> None:
         PackingError: a logical stream is known to get no documents of a source.
     """
     for name, documents in documents_of_streams(examples, streams).items():
-        if not all(documents):
+        if any(documents) and not all(documents):
             raise PackingError(
                 f"streams: expected at most as many logical streams as {name} has documents for, got {streams} logical "
                 f"streams for {sum(documents)} documents, of which number {documents.index(0)} gets none; pass a "

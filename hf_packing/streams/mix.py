@@ -229,7 +229,7 @@ class MixedExamples(StatefulExamples):
         examples = upstream.copied(self.ex_iterables[number])  # two sources may be the same stream
         order, share = np.random.default_rng([self._seed, passes]), None
         if self._pieces > 1:
-            share = shares_of(examples, self._pieces)[(self._piece + passes) % self._pieces]
+            share = shares_of(self.ex_iterables[number], self._pieces)[(self._piece + passes) % self._pieces]
             if passes:
                 share = tuple(share[part] for part in order.permutation(len(share)))
         elif passes:

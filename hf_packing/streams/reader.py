@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import datasets
 import numpy as np
@@ -50,29 +51,29 @@ class Part(NamedTuple):
 Share = tuple[Part, ...]
 
 
-def equal_shares(sizes: Sequence[float], shares: int) -> list[Share]:
+def equal_shares(sizes: Sequence[float], shares: int, pieces: Sequence[int] | None = None) -> list[Share]:
     """Divide shards into shares of equal size.
 
     The shards are laid end to end and cut into shares, so that neighbouring documents are in the same share, except
     within shards that are divided. Every document is in exactly one share.
 
     Args:
-        sizes: the size of every shard, such as its bytes; any unit, but positive.
+        sizes: the size of every shard, such as its bytes; any unit.
         shares: the number of shares.
+        pieces: the number of pieces of every shard, which are not divided, such as its documents; None for small ones.
 
     Example:
         >>> [[tuple(part) for part in share] for share in equal_shares([2, 1], 2)]
         [[(0, 0, (3, 1))], [(0, 1, (3, 1)), (1, 0, (1,))]]
     """
-    of = _FINENESS * shares
     borders = np.concatenate([[0.0], np.cumsum(sizes)])
-    targets = borders[-1] * np.arange(shares + 1) / shares
-    cuts = np.interp(targets, borders, of * np.arange(len(borders))).round().astype(np.int64)
+    ends = np.concatenate([[0], np.cumsum(pieces or [_FINENESS * shares] * len(sizes))])
+    cuts = np.interp(borders[-1] * np.arange(shares + 1) / shares, borders, ends).round().astype(np.int64)
     divided: list[list[Part]] = [[] for _ in range(shares)]
     for shard in range(len(sizes)):
-        pieces = np.diff(cuts.clip(shard * of, (shard + 1) * of))
-        having = pieces.nonzero()[0]
-        weights = tuple((pieces[having] // np.gcd.reduce(pieces)).tolist())
+        in_share = np.diff(cuts.clip(ends[shard], ends[shard + 1]))
+        having = in_share.nonzero()[0]
+        weights = tuple((in_share[having] // np.gcd.reduce(in_share)).tolist())
         for number, share in enumerate(having.tolist()):
             divided[share].append(Part(shard, number, weights))
     return [tuple(share) for share in divided]
@@ -100,19 +101,45 @@ def turns_of(weights: tuple[int, ...]) -> npt.NDArray[np.intp]:
 
 
 _SMALL = 1 << 26
-"""The bytes of a stream below which its documents are counted, if they can be: those of small files are mostly not of
-documents."""
+"""The bytes of a stream below which its documents are counted: those of small files are mostly not of documents."""
 
-_NOTHING = 1e-9
-"""The size of a shard without documents."""
+_COUNTED = 4096
+"""A small stream is read to count its documents, up to so many: fewer than the first rows need."""
 
 
 def shares_of(examples: upstream.Examples, shares: int) -> list[Share]:
-    """Divide the shards of a stream into equal shares: of documents if the stream is small and their numbers are known
-    (before filters), or else of bytes."""
+    """Divide the shards of a stream into equal shares: of documents if the stream is small, or else of bytes."""
     sizes = sizes_of_shards(examples)
-    documents = upstream.documents_of_shards(examples, after_filters=False) if sum(sizes) < _SMALL else None
-    return equal_shares(sizes if documents is None else [max(number, _NOTHING) for number in documents], shares)
+    documents = documents_of_shards(examples) if sum(sizes) < _SMALL else None
+    return equal_shares(sizes, shares) if documents is None else equal_shares(documents, shares, documents)
+
+
+_known_documents: WeakKeyDictionary[upstream.Examples, list[int] | None] = WeakKeyDictionary()
+
+
+def documents_of_shards(examples: upstream.Examples) -> list[int] | None:
+    """Return the number of documents in each shard; None if it is not known, and they are not few."""
+    if examples not in _known_documents:
+        documents = upstream.documents_of_shards(examples)
+        if documents is None and sum(sizes_of_shards(examples)) < _SMALL:
+            documents = _count_documents(examples)
+        _known_documents[examples] = documents
+    return _known_documents[examples]
+
+
+def _count_documents(examples: upstream.Examples) -> list[int] | None:
+    """Read the documents of each shard to count them; return None if there are more than `_COUNTED`."""
+    counts = []
+    for number in range(shards := upstream.num_shards(examples)):
+        shard = upstream.sharded(examples, shards, number)
+        shard._init_state_dict()
+        tables = (table.num_rows for _, table in shard.iter_arrow()) if shard.iter_arrow else (1 for _ in shard)
+        counts.append(0)
+        for documents in tables:
+            counts[-1] += documents
+            if sum(counts) > _COUNTED:
+                return None
+    return counts
 
 
 def documents_of_shares(documents: Sequence[int], shares: Sequence[Share]) -> list[int]:

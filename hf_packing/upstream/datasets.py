@@ -213,19 +213,16 @@ def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] 
     return list(zip(files, arguments.get("row_groups_list") or [None] * len(files), strict=True))
 
 
-def documents_of_shards(examples: Examples, after_filters: bool = True) -> list[int] | None:
+def documents_of_shards(examples: Examples) -> list[int] | None:
     """Return the number of documents in each shard of datasets, or of parquet files on this machine.
 
     The result is None if only reading the documents says how many there are.
-
-    Args:
-        after_filters: False for the documents that filters and functions of batches get.
     """
     if within := inner(examples):
         keeps = not isinstance(examples, (FilteredExamplesIterable, RepeatExamplesIterable))
-        if after_filters and (getattr(examples, "batched", False) or not keeps):
+        if getattr(examples, "batched", False) or not keeps:
             return None
-        return _one_after_another(examples, [documents_of_shards(each, after_filters) for each in within])
+        return _one_after_another(examples, [documents_of_shards(each) for each in within])
     shards = getattr(examples, "kwargs", {}).get("shards", ())
     if shards and all(isinstance(each, datasets.Dataset) for each in shards):
         return [*map(len, shards)]
