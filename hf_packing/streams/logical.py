@@ -149,9 +149,10 @@ class PackedExamples(StatefulExamples):
         examples, streams = self.ex_iterable, self.streams
         if not streams:
             return [(examples, None)]
-        if piece_of(examples, 0, streams) is None:
+        pieces = [piece_of(examples, number, streams) for number in range(streams)]
+        if None in pieces:
             return [(examples, share) for share in shares_of(examples, streams)]
-        return [(piece_of(examples, number, streams), None) for number in range(streams)]
+        return [(piece, None) for piece in pieces]
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return a state with the positions of the logical streams that have begun, for `positions_in`."""

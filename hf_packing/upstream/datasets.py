@@ -219,8 +219,8 @@ def documents_of_shards(examples: Examples) -> list[int] | None:
     The result is None if only reading the documents says how many there are.
     """
     if within := inner(examples):
-        keeps = not isinstance(examples, (FilteredExamplesIterable, RepeatExamplesIterable))
-        if getattr(examples, "batched", False) or not keeps:
+        changing = FilteredExamplesIterable, RepeatExamplesIterable
+        if isinstance(examples, changing) or getattr(examples, "batched", False):
             return None
         return _one_after_another(examples, [documents_of_shards(each) for each in within])
     shards = getattr(examples, "kwargs", {}).get("shards", ())
@@ -230,10 +230,10 @@ def documents_of_shards(examples: Examples) -> list[int] | None:
     if not files or not all(file.endswith(".parquet") and os.path.isfile(file) for file, _ in files):
         return None
     rows = {file: _rows_of_groups(file) for file in dict.fromkeys(file for file, _ in files)}
-    return [sum(rows[file] if groups is None else [rows[file][group] for group in groups]) for file, groups in files]
+    return [sum(rows[file] if groups is None else np.take(rows[file], groups)) for file, groups in files]
 
 
-def _one_after_another(examples: Examples, found: list[list[Any] | None]) -> list[Any] | None:
+def _one_after_another(examples: Examples, found: list[Any]) -> list[Any] | None:
     """Return what was found of the shards of the streams that an object reads one after another; None for others."""
     in_order = (
         FormattedExamplesIterable,
@@ -243,10 +243,9 @@ def _one_after_another(examples: Examples, found: list[list[Any] | None]) -> lis
         SelectColumnsIterable,
         VerticallyConcatenatedMultiSourcesExamplesIterable,
     )
-    if not isinstance(examples, in_order) or depends_on_places(examples):
+    if None in found or not isinstance(examples, in_order) or depends_on_places(examples):
         return None
-    known = [each for each in found if each is not None]
-    return [*chain.from_iterable(known)] if len(known) == len(found) else None
+    return [*chain.from_iterable(found)]
 
 
 def _rows_of_groups(file: str) -> list[int]:
