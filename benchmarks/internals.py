@@ -42,7 +42,7 @@ HOME_OF = {
     # ranks that step together, and the items of a batch: lockstep, tree_training
     "Answer": "training.lockstep",
     "in_lockstep": "training.lockstep",
-    "items_in": "training.losses",
+    "labels_of": "training.kinds",
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch, gpu_kernels
     "Layout": "attention.layout",
     "current_layout": "attention.layout",

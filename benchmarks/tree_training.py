@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from internals import items_in
+from internals import labels_of
 from measure import figure, in_turn, machine, recorded
 from tree_data import SETS, VOCABULARY, Documents, documents_of
 
@@ -101,7 +101,7 @@ def sides_of(documents: Documents, max_length: int) -> dict[str, tuple[list[dict
     rows, strategy = documents.as_dataset(), hfp.BestFit(max_length)
     sides = {"packed": hfp.pack(rows, strategy), "trees": hfp.pack(rows, strategy, share_prefixes=True)}
     batches = {side: [hfp.PackingCollator()([row]) for row in data] for side, data in sides.items()}
-    items = {side: sum(int(items_in(batch, "token")) for batch in each) for side, each in batches.items()}
+    items = {side: sum(int(labels_of(batch).items("token")) for batch in each) for side, each in batches.items()}
     assert items["packed"] == items["trees"]
     return {side: (batches[side], items[side]) for side in sides}
 

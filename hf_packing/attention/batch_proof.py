@@ -39,7 +39,7 @@ _SHARE_ALONE = 4
 _OF_OWN_LOSS = {"labels", "num_items_in_batch"}
 """Names of the arguments with which a model computes its own loss."""
 
-_OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "targets", "target_weights", *TREE_COLUMNS} - {*TREE_BORDERS}
+_OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "packed_targets", "packed_weights", *TREE_COLUMNS} - {*TREE_BORDERS}
 
 
 class BatchCase(Case):

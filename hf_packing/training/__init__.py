@@ -17,7 +17,8 @@
 | loop.py | `prepare_dataloader`, `compute_loss` and `evaluation_loss` for your own training loop |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
 | step_counts.py | counts tokens and documents for the logs, and what is predicted |
-| losses.py | labels of a batch and of an optimizer step: what predicts them, their number and weight |
+| losses.py | the one rule of all losses; the keys of a batch for its loss; the mean of an evaluation |
+| kinds/ | the labels of each kind of batch: what predicts them, what they weigh, whose they are; parts of rows |
 | model_loss.py | lets a model or a trainer compute its own loss, weighted by its share of the step |
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
 | score.py | `document_logps`, with gradients; `score`, log-likelihoods and embeddings on packed rows |

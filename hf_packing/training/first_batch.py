@@ -19,7 +19,8 @@ from hf_packing.attention import (
     proves_rows_on,
 )
 from hf_packing.errors import ModelNotSupportedError, PackingError
-from hf_packing.training.losses import Batch, documents_in, part_of_row
+from hf_packing.training.kinds import labels_of
+from hf_packing.training.losses import Batch
 from hf_packing.training.ranks import on_all_ranks
 from hf_packing.training.step import StepCase, StepReport, prove_step
 
@@ -52,18 +53,18 @@ class FirstBatchProof:
             PackingError: the packed step is not the step that is made unpacked, raised on all ranks; or the batch has
                 lost which part of a row it is.
         """
-        part = part_of_row(batch)
+        ranks = labels_of(batch).ranks
         check_patched(model)
-        with proves_rows_on(model, part.layout.num_ranks) if part else nullcontext():
+        with proves_rows_on(model, ranks) if ranks > 1 else nullcontext():
             self._check_isolation(model, batch, mode)
-            of_step = "training" if part else mode
+            of_step = "training" if ranks > 1 else mode
             self.check_step(of_step, partial(make, of_step))
 
     def _check_isolation(self, model: nn.Module, batch: Batch, mode: str) -> None:
         """Prove isolation on a batch, if a rank has several documents in it, or raise an error on all ranks."""
-        part, inner = part_of_row(batch), inner_model(model)
-        what = f"isolation: proven on the first {mode} batch{f' on {part.layout.num_ranks} ranks' if part else ''}"
-        if what in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
+        labels, inner = labels_of(batch), inner_model(model)
+        what = f"isolation: proven on the first {mode} batch{f' on {labels.ranks} ranks' if labels.ranks > 1 else ''}"
+        if what in self.proofs or not reduce((labels.num_documents() > 1).int(), reduction="sum"):
             return
 
         def prove(_: object = None) -> Proof:

@@ -23,7 +23,8 @@ from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.first_batch import FirstBatchProof
-from hf_packing.training.losses import Batch, Loss, exact_type, with_share
+from hf_packing.training.kinds import labels_of
+from hf_packing.training.losses import Batch, Loss, exact_type
 from hf_packing.training.models import prepared_model
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.step import StepCase
@@ -89,7 +90,7 @@ class LoopSteps:
         everywhere = self.accelerator.reduce(here, reduction="sum").clamp(min=1)
         averaged_over = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         items = everywhere.to(exact_type(everywhere.device)) / averaged_over
-        return [with_share(batch, self.loss, items, self.keep_labels) for batch in batches]
+        return [labels_of(batch).with_share(self.loss, items, self.keep_labels) for batch in batches]
 
     def _prove_on(self, batch: Batch) -> None:
         if self.prove_on is not None:

@@ -29,8 +29,9 @@ from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
+from hf_packing.training.kinds import check_keys
 from hf_packing.training.loader import LoopSteps, PackedLoader
-from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
+from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, exact_type
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks

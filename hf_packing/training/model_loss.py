@@ -31,28 +31,16 @@ from hf_packing.attention import (
     small_copy_of,
     takes_argument,
 )
-from hf_packing.batch.collate import PackingCollator, is_tree_batch
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.batch.segments import segments_in
 from hf_packing.checks import expect
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
-from hf_packing.training.losses import (
-    COUNTS,
-    ITEMS,
-    TARGETS,
-    TREE_KEYS_OF_THE_LOSS,
-    WEIGHTS,
-    Batch,
-    Loss,
-    NextTokens,
-    exact_type,
-    labels_key,
-    part_of_row,
-    weights_of,
-)
+from hf_packing.training.kinds import KINDS, labels_of
+from hf_packing.training.losses import COUNTS, ITEMS, TARGETS, WEIGHTS, Batch, Loss, exact_type
 
-_NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS, COUNTS}
+_NOT_FOR_THE_MODEL = {ITEMS, TARGETS, WEIGHTS, COUNTS, *(name for kind in KINDS for name in kind.of_loss)}
 
 
 def inputs_of_model(batch: Batch) -> Batch:
@@ -73,29 +61,24 @@ class WholeStep:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch, loss: Loss) -> "WholeStep":
-        """Return a packed batch or a batch of trees, of a PackingCollator or as `with_share` returns it."""
-        labels, inputs = batch[labels_key(batch)], inputs_of_model(batch)
-        segments = segments_in(batch)
+        """Return a batch of a PackingCollator, or as `with_share` returns it."""
+        of, inputs = labels_of(batch), inputs_of_model(batch)
+        labels, segments = of.labels, segments_in(batch)
         kept = None if segments is None else segments.first_labels
         inner = inner_model(model)
         if kept not in (None, sees_labels(inner)) and predicts_tokens(inner) and kept == predicts_next(model):
             how = "predicts" if kept else "does not predict"
             of_model = f"in PackingCollator, since the model {how} the next token; or pass it to prepare_dataloader"
             expect(not kept, of_model, keep_first_labels=kept)
-        if WEIGHTS not in batch and loss == "token" and not is_tree_batch(batch):
+        if not of.is_weighted(loss):
             own = (labels != IGNORED_LABEL).sum()
             labels = labels.clone()
             labels[0, -1] = torch.where(own > 0, labels[0, -1], (batch[INPUT_IDS][0, -1] == 0).to(labels))
             return cls({**inputs, LABELS: labels}, own, None)
-        if is_tree_batch(batch):
+        if of.shares_tokens:
             check_predicts_next(model)
-        weights = batch[WEIGHTS] if WEIGHTS in batch else weights_of(batch, loss)
-        own, follows = weights.sum(), predicts_next(model)
-        if part_of_row(batch):
-            follows = False  # the labels are those of the next tokens already
-        else:
-            own = own.round().long()
-        rows, tokens, targets = NextTokens.of_batch(batch, labels, follows)
+        weights, (rows, tokens, targets) = of.weights(loss), of.next_tokens(predicts_next(model))
+        own = of.total_of(weights)
         return cls({**inputs, LABELS: labels}, own, Weighting(rows, targets, weights[0, tokens], own.clamp(min=1)))
 
     @property
@@ -105,8 +88,7 @@ class WholeStep:
 
     def share_of(self, items: Tensor | None) -> Tensor:
         """Return the micro-batch's share of a number of items, which may be 0 if it has none itself; 1 for None."""
-        own = self.own.to(exact_type(self.own.device))
-        whole = self.items.to(own) if part_of_row(self.inputs) else own  # of a document on several ranks, less than 1
+        whole = self.items.to(exact_type(self.own.device))
         return torch.where(self.own > 0, whole / (self.items if items is None else items), 0)
 
     @contextmanager

@@ -34,7 +34,7 @@ from hf_packing.attention import (
 )
 from hf_packing.batch.collate import PackingCollator, is_tree_batch, read_integers
 from hf_packing.checks import check_choice, check_whole_number
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS, SEQ_IDX
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import offsets_of
 from hf_packing.rows.packed_rows import Rows
@@ -43,16 +43,8 @@ from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import column_of_values
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.training.head import called_on_outputs, join_chunks, observed_logits
-from hf_packing.training.losses import (
-    Batch,
-    NextTokens,
-    check_keys,
-    documents_and_tokens,
-    documents_in,
-    exact_type,
-    labels_key,
-    part_of_row,
-)
+from hf_packing.training.kinds import check_keys, labels_of
+from hf_packing.training.losses import Batch, exact_type
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model, predicts_next
 from hf_packing.trees.forest import check_fewest_shared
 from hf_packing.trees.segments import TreePaths
@@ -340,21 +332,18 @@ def document_logps(model: nn.Module, batch: Batch) -> Tensor:
         >>> loss.backward()
     """
     check_keys(batch)
-    if part_of_row(batch):
+    of = labels_of(batch)
+    if of.ranks > 1:
         raise PackingError("batch: expected whole documents, got a part of a row; train without max_ranks_per_document")
     check_patched(model)
     check_predicts_next(model)
     if is_tree_batch(batch):
         patch_model(model, trees=True)  # the proof reads all logits, as the forward below does not
-    following = NextTokens.of_batch(batch, batch[labels_key(batch)])
+    following = of.next_tokens()
     log_probs = results_of_labels(model, inputs_of_model(batch), following.predictors, following.labels, log_probs_of)
     exact = log_probs.to(exact_type(log_probs.device))
-    if is_tree_batch(batch):
-        of_documents, tokens = (torch.from_numpy(each).to(exact.device) for each in documents_and_tokens(batch))
-        exact = exact[torch.searchsorted(following.tokens.to(exact.device), tokens)]
-    else:
-        of_documents = batch[SEQ_IDX][0, following.tokens].long().to(exact.device)
-    sums = exact.new_zeros(int(documents_in(batch))).index_add(0, of_documents, exact)
+    documents, places = (each.to(exact.device) for each in of.of_documents(following))
+    sums = exact.new_zeros(int(of.num_documents())).index_add(0, documents, exact[places])
     return sums.to(log_probs.dtype)
 
 

@@ -44,11 +44,11 @@ from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import masks_tokens, sft_trainer_of
+from hf_packing.training.kinds.split import PartCollator
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Batch, Loss
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
-from hf_packing.training.split_rows import PartCollator
 from hf_packing.training.streams import StreamedRows, training_stream
 from hf_packing.upstream.transformers import columns_taken
 

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -24,34 +24,21 @@ from hf_packing.attention import (
     pad_token_of,
     temporarily,
 )
-from hf_packing.batch.collate import PackingCollator, is_tree_batch
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import (
     ATTENTION_MASK,
-    CU_SEQ_LENS,
-    ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
-    PADDING_SEGMENT,
     POSITION_IDS,
-    SEGMENT_COLUMNS,
-    SEQ_IDX,
-    TREE_COLUMNS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.sampling.rows import rows_by_number, trees_of_documents
+from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.token_budget import longest_segment
+from hf_packing.training.kinds import labels_of
+from hf_packing.training.kinds.packed import Document, is_of
 from hf_packing.training.loss_unit import CheckedRows
-from hf_packing.training.losses import (
-    COUNTS,
-    Batch,
-    Loss,
-    TokenMean,
-    documents_and_tokens,
-    labels_key,
-    part_of_row,
-    trees_of,
-)
+from hf_packing.training.losses import COUNTS, Batch, Loss, TokenMean
 from hf_packing.training.model_loss import WholeStep, predicts_next
 from hf_packing.training.models import models_of, prepared_model, watched_for_unpatched
 from hf_packing.training.ranks import on_all_ranks
@@ -60,34 +47,6 @@ from hf_packing.training.step import StepCase, StepReport, prove_step
 from hf_packing.training.step_counts import StepCounts
 from hf_packing.training.whole_rows import collate_rows
 from hf_packing.upstream.accelerate import prepared_loaders
-
-Document = dict[str, Tensor]
-"""The columns of a document, each [1, tokens]."""
-
-_NOT_OF_TOKENS = {*SEGMENT_COLUMNS, *TREE_COLUMNS}
-"""Columns that say where documents are."""
-
-
-def documents_of(batch: Batch) -> list[Document]:
-    """Return the documents of a packed batch or a batch of trees, without filled tokens."""
-    ids, labels = batch[INPUT_IDS], batch[labels_key(batch)]
-    columns = {name: each for name, each in batch.items() if name not in _NOT_OF_TOKENS and _is_like(each, ids)}
-    if not is_tree_batch(batch):
-        columns[LABELS] = labels
-        borders, is_own = batch[CU_SEQ_LENS[0]].tolist(), batch[SEQ_IDX][0] != PADDING_SEGMENT
-        places = [begin + is_own[begin:end].nonzero()[:, 0] for begin, end in pairwise(borders)]
-        return [{name: each[:, own] for name, each in columns.items()} for own in places if len(own)]
-    found, trees, (documents, tokens) = [], trees_of(batch), documents_and_tokens(batch)
-    for number, end in enumerate(batch[ENDS].tolist()):
-        own, trained = trees.path_of(end), tokens[documents == number]
-        columns[LABELS] = torch.full_like(labels, IGNORED_LABEL)
-        columns[LABELS][:, trained] = labels[:, trained]
-        found.append({name: each[:, own] for name, each in columns.items()})
-    return found
-
-
-def _is_like(value: Any, other: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == other.shape
 
 
 def _length(document: Document) -> int:
@@ -140,12 +99,14 @@ class PackedCase(StepCase):
         if source is not None:
             rows, accelerator = source
             self.collate = rows.collator_of_documents(accelerator, collator)
-            self.rows = on_all_ranks(lambda _: [(n, documents_of(collator([row]))) for n, row in rows.next_rows(_READ)])
-            self.makes_trees, self.documents = rows.shares_prefixes, [each for _, found in self.rows for each in found]
+            read = on_all_ranks(lambda _: [(n, labels_of(collator([row]))) for n, row in rows.next_rows(_READ)])
+            self.kind, self.rows = read[0][1], [(number, each.documents()) for number, each in read]
+            self.documents = [each for _, found in self.rows for each in found]
         elif batch is not None:
-            self.makes_trees, self.documents = is_tree_batch(batch), documents_of(batch)
+            self.kind = labels_of(batch)
+            self.documents = self.kind.documents()
         self.most_documents = collator.max_segments and collator.max_segments - 1
-        runner.without_router_losses = self.makes_trees or runner.ranks_per_row > 1
+        runner.without_router_losses = self.kind.shares_tokens or runner.ranks_per_row > 1
         self.inner = inner_model(runner.model)
         self.device = input_device(self.inner)
 
@@ -155,7 +116,7 @@ class PackedCase(StepCase):
         most = max(_FEW_TOKENS, (self.most_tokens or 0) // _SHARE)
         longest = min(self.longest or most, most // _FEWEST)
         taken = [each for each in self.documents if _length(each) > 1] or [*self.documents]
-        if not self.makes_trees:
+        if not self.kind.shares_tokens:
             parts = [self._part(each, longest) for each in taken]
             taken = sorted(parts, key=lambda each: (not self._items(each), _length(each)))
         taken = taken[: self.most_documents][:_MOST]
@@ -212,8 +173,7 @@ class PackedCase(StepCase):
     def batch_of(self, of: list[Document]) -> Batch:
         """Return the packed batch of some documents."""
         rows = [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
-        batch = self.collate(trees_of_documents(rows) if self.makes_trees else rows)
-        return send_to_device(batch, self.device)  # type: ignore[no-any-return]
+        return send_to_device(self.collate(self.kind.rows_of(rows)), self.device)  # type: ignore[no-any-return]
 
     def padded(self, of: list[Document], padding: int) -> Batch:
         """Return the documents as rows with padding on the right, of so many tokens more than they need."""
@@ -333,8 +293,7 @@ class LoopCase(PackedCase):
         loss: Loss = "token",
         source: tuple[Any, Accelerator] | None = None,
     ) -> None:
-        part = part_of_row(batch)
-        runner = StepRunner(model, ranks_per_row=part.layout.num_ranks if part else 1)
+        runner = StepRunner(model, ranks_per_row=labels_of(batch).ranks)
         super().__init__(runner, collator, batch, source if source and isinstance(source[0], PackedRows) else None)
         self.model, self.function, self.loss, self.has_own_loss = model, function, loss, function is not None
         self.most_tokens = batch[INPUT_IDS].shape[1]
@@ -431,7 +390,9 @@ def _with_padding(batch: Batch, padding: int, model: PreTrainedModel) -> Batch:
     mask = batch.get(ATTENTION_MASK, batch.get(INPUT_IDS))
     fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token_of(model) or 0}
     return {
-        name: F.pad(each, (0, padding), value=fill.get(name, 0)) if mask is not None and _is_like(each, mask) else each
+        name: F.pad(each, (0, padding), value=fill.get(name, 0))
+        if mask is not None and is_of(each, mask.shape)
+        else each
         for name, each in batch.items()
     }
 

@@ -10,10 +10,9 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from hf_packing.batch.collate import is_tree_batch
-from hf_packing.columns import INPUT_IDS, SEQ_IDX
 from hf_packing.sampling.fill import mean_over_max
-from hf_packing.training.losses import COUNTS, Batch, Loss, count_per_segment, documents_in, items_in, trees_of
+from hf_packing.training.kinds import labels_of
+from hf_packing.training.losses import COUNTS, Batch, Loss
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
 """Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a
@@ -24,23 +23,10 @@ def micro_batch_counts(batches: Sequence[Batch], loss: Loss) -> Tensor:
     """Count the tokens, documents, attention cost and items of the loss of each batch, without padding and copies.
 
     Returns:
-        int64 [batches, 4], on the batches' device. Attention cost is the sum of squared segment lengths or, for trees,
-        `TreeSegments.attention_cost`. Items are the tokens or documents over which the loss is averaged.
+        int64 [batches, 4], on the batches' device. Items are the tokens, documents or other units over which the loss
+        is averaged.
     """
-    rows = []
-    for batch in batches:
-        if COUNTS in batch:
-            rows.append(batch[COUNTS])
-            continue
-        if is_tree_batch(batch):
-            trees = trees_of(batch)
-            counted = [trees.tokens, documents_in(batch), trees.attention_cost]
-        else:
-            lengths = count_per_segment(batch, batch[SEQ_IDX][0] >= 0)  # 0 for segments that only fill the batch
-            counted = [lengths.sum(), (lengths > 0).sum(), lengths.square().sum()]
-        device = batch[INPUT_IDS].device
-        rows.append(torch.stack([torch.as_tensor(each, device=device) for each in (*counted, items_in(batch, loss))]))
-    return torch.stack(rows)
+    return torch.stack([batch[COUNTS] if COUNTS in batch else labels_of(batch).counts(loss) for batch in batches])
 
 
 @dataclass

@@ -20,12 +20,12 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_packing.attention import borders_required, inner_model, is_patched, temporarily
-from hf_packing.batch.collate import is_tree_batch
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean, labels_key, part_of_row
+from hf_packing.training.kinds import labels_of
+from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import batches_resumed, save_batches
@@ -152,7 +152,7 @@ class PackedTrainer(AttachedTrainer):
         loss = state.loss if trains or model.training else "token"
         step = WholeStep.of(model, inputs, loss)
         # SFTTrainer's own loss may have no logits to weight
-        of_model = is_tree_batch(inputs) or part_of_row(inputs) or (loss == "sequence" and state.sums_log_probs)
+        of_model = labels_of(inputs).replaces_loss or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
         with as_one_micro_batch(self), step.observed(model) as head:
@@ -180,10 +180,9 @@ class PackedTrainer(AttachedTrainer):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        """Give a batch of trees, or a part of a row, labels: Trainer computes a loss only of batches with labels."""
+        """Give a batch labels, under the name of which Trainer computes a loss."""
         self.attached.predictions.begin(inputs)
-        if is_tree_batch(inputs) or part_of_row(inputs):
-            inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
+        inputs = {**inputs, LABELS: labels_of(inputs).labels}
         with borders_required():
             return super().prediction_step(model, inputs, *args, **kwargs)
 

@@ -13,7 +13,7 @@ import hf_packing as hfp
 from hf_packing.attention.kinds.packed import layout_of_collator, read_layout
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import documents_in
+from hf_packing.training.kinds import labels_of
 from hf_packing.training.step_counts import micro_batch_counts
 
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6)
@@ -98,7 +98,7 @@ def test_aligned_batches_are_the_literal_ones_and_are_read_with_their_documents(
     assert (row.lengths, row.fillers) == (known.lengths, known.fillers) == (tuple(of_segments), fillers)
     copied = pickle.loads(pickle.dumps(batch["max_length_q"]))
     assert (copied.segments.fillers, copied.segments.multiple) == (fillers, align_tokens)
-    assert documents_in(batch) == documents_in(given)
+    assert labels_of(batch).num_documents() == labels_of(given).num_documents()
     assert micro_batch_counts([batch], "token").tolist() == micro_batch_counts([given], "token").tolist()
     if not fillers:
         assert batch["input_ids"].shape == given["input_ids"].shape

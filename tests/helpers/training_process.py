@@ -71,7 +71,7 @@ def segments(batch):
         trained = set(batch["trained"][:, 0].tolist())
         paths = [trees.path_of(end) for end in batch["ends"].tolist()]
         return [[batch["input_ids"][0, path].tolist(), each in trained] for each, path in enumerate(paths)]
-    labels = documents_in(batch, "labels" if "labels" in batch else "targets")
+    labels = documents_in(batch, "labels" if "labels" in batch else "packed_targets")
     return [[ids, bool(set(own) - {-100})] for ids, own in zip(documents_in(batch), labels, strict=True)]
 
 

@@ -53,7 +53,7 @@ def zero(stage):
 
 def seen_in(batch):
     """The documents of a batch with their labels, as lists."""
-    labels = documents_in(batch, "labels" if "labels" in batch else "targets")
+    labels = documents_in(batch, "labels" if "labels" in batch else "packed_targets")
     return [*zip(documents_in(batch), labels, strict=True)]
 
 

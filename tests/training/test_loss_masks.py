@@ -296,7 +296,7 @@ def test_a_loop_for_a_corrector_may_begin_without_mistakes():
     loader = loader_of(data, hfp.TokenBudget(12), model=model)
     model.train()
     batches = list(loader)
-    repeated = [torch.equal(batch["targets"], batch["input_ids"]) for batch in batches]
+    repeated = [torch.equal(batch["packed_targets"], batch["input_ids"]) for batch in batches]
     assert repeated[0], "this order begins with a mistake"
     assert not all(repeated)
     for batch in batches:

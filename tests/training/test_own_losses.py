@@ -317,7 +317,7 @@ def test_loops(name):
     model.train()
     batches = []
     for batch, _ in zip(loader, range(3), strict=False):
-        batches.append({**batch, "labels": batch.get("labels", batch.get("targets"))})
+        batches.append({**batch, "labels": batch.get("labels", batch.get("packed_targets"))})
         accelerator.backward(hfp.compute_loss(model, batch))
     _, gradients = right_step(case, stock, batches)
     assert largest_difference(gradients_of(model), gradients) <= CLOSE

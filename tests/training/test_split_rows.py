@@ -28,8 +28,8 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model
+from hf_packing.training.kinds.split import PartCollator
 from hf_packing.training.losses import COUNTS
-from hf_packing.training.split_rows import PartCollator
 from tools.tiny_model import tiny_model
 
 MICRO_BATCHES, STEPS = 4, 5
@@ -92,7 +92,7 @@ def losses_of_loop(model, data, ranks, loss, accumulation, fsdp):
             optimizer.step()
             optimizer.zero_grad()
         losses.append(accelerator.reduce(computed.detach(), reduction="mean").item())
-        unlabeled += int((batch.get("targets", batch.get("labels")) == -100).all())
+        unlabeled += int((batch.get("packed_targets", batch.get("labels")) == -100).all())
     evaluated = hfp.evaluation_loss(accelerator, model, documents(EVALUATED))
     losses = [*np.reshape(losses, (-1, accumulation)).mean(1).tolist(), evaluated]
     return losses, accelerator.reduce(torch.tensor(unlabeled)).item()
@@ -245,7 +245,7 @@ def route(folder):
     logits, part = model(**row).router_logits, batch["max_length_q"].segments.part
     places = torch.from_numpy(part.layout.places(part.rank))
     of_part = load_balancing_loss_func(tuple(layer[places] for layer in logits), 4, 2).detach()
-    items = (batch["targets"] != -100).sum()
+    items = (batch["packed_targets"] != -100).sum()
     share = items.double() / accelerator.reduce(items)
     expected = accelerator.reduce(of_part * share).item()
     assert abs(expected - load_balancing_loss_func(logits, 4, 2).item()) > 1e-3, "that of the whole row"

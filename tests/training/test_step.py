@@ -39,8 +39,8 @@ import hf_packing as hfp
 from hf_packing.attention import function, in_mode, route
 from hf_packing.sampling import rows
 from hf_packing.training import step_counts
+from hf_packing.training.kinds import labels_of
 from hf_packing.training.step import prove_step
-from hf_packing.training.step_cases import documents_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -749,7 +749,7 @@ def test_pairs_that_are_weighted_by_packs_are_found(tmp_path, monkeypatch):
 
     def alike(checked):
         one = torch.tensor([1, 3])
-        return [{**batch, "counts": batch["counts"].index_fill(0, one, 1)} for batch in counted(checked)]
+        return [{**batch, "packed_counts": batch["packed_counts"].index_fill(0, one, 1)} for batch in counted(checked)]
 
     monkeypatch.setattr(trainer.attached.source, "counted", alike)
     with pytest.raises(hfp.PackingError, match=DIFFERS):
@@ -887,7 +887,7 @@ def train_by_places(folder, _):
     hfp.attach(trainer, hfp.TokenBudget(256, seed=1))
     case = trainer.step_case(trainer.model, None)
     rows = [{"input_ids": torch.arange(MARK + 1, MARK + 1 + length)} for length in lengths]
-    case.documents = documents_of(hfp.PackingCollator()(rows))
+    case.documents = labels_of(hfp.PackingCollator()(rows)).documents()
     with in_mode(trainer.model, training=True):
         report = prove_step(case)
     (folder / f"{rank}.txt").write_text(report.problem)

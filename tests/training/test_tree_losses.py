@@ -28,7 +28,8 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, items_in, weights_of, with_share
+from hf_packing.training.kinds import labels_of
+from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS
 from hf_packing.training.step_counts import micro_batch_counts
 
 pytestmark = [
@@ -158,8 +159,8 @@ def test_the_loss_of_two_rows(name, size, loss):
     expected.backward()
     wanted = gradients(model)
     whole, parts = batch_of((DOCUMENTS, LABELS), OTHER), [batch_of((DOCUMENTS, LABELS)), batch_of(OTHER)]
-    assert int(items_in(whole, loss)) == items
-    planned = [with_share(batch, loss, torch.tensor(float(items)), keep_labels=True) for batch in parts]
+    assert int(labels_of(whole).items(loss)) == items
+    planned = [labels_of(batch).with_share(loss, torch.tensor(float(items)), keep_labels=True) for batch in parts]
     assert all(batch.keys() >= {ITEMS, TARGETS, WEIGHTS} and "tree_labels" not in batch for batch in planned)
     for batches, known in (
         ([whole], {"loss": loss}),
@@ -188,7 +189,7 @@ def test_random_documents(case, loss, size, how):
     with chunks_of(size, model):
         logps = hfp.document_logps(model, batch).detach()
         found = hfp.compute_loss(model, batch, loss=loss)
-    assert int(items_in(batch, loss)) == items
+    assert int(labels_of(batch).items(loss)) == items
     assert torch.allclose(logps, sums_alone(model, *case)[order], rtol=1e-12, atol=1e-12)
     found.backward()
     actual = gradients(model)
@@ -206,7 +207,7 @@ def test_roots_only_cost_what_packed_documents_cost():
     trees = batch_of((documents, documents))
     for loss in LOSSES:
         assert micro_batch_counts([trees], loss).tolist() == micro_batch_counts([packed], loss).tolist()
-        assert torch.equal(weights_of(trees, loss), weights_of(packed, loss))
+        assert torch.equal(labels_of(trees).weights(loss), labels_of(packed).weights(loss))
 
 
 def sums_alone(model, documents, labels):
@@ -245,7 +246,7 @@ def test_log_probabilities(form, size):
 
 def test_log_probabilities_are_scores():
     batch = hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS])
-    planned = with_share(batch, "sequence", torch.tensor(3.0), keep_labels=False)
+    planned = labels_of(batch).with_share("sequence", torch.tensor(3.0), keep_labels=False)
     for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         model = patched("Llama", dtype)
         found = hfp.document_logps(model, batch)
@@ -306,7 +307,7 @@ def test_checkpointing_and_lora(name, loss):
     model.train()
     model.gradient_checkpointing_enable()
     parts = batches()
-    items = sum(int(items_in(batch, loss)) for batch in parts)
+    items = sum(int(labels_of(batch).items(loss)) for batch in parts)
     total = sum(hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=items) for batch in parts)
     total.backward()
     found = gradients(model)

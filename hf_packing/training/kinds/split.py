@@ -10,13 +10,51 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packing.batch.collate import PackingCollator, Row
-from hf_packing.batch.segments import part_of, with_fillers
+from hf_packing.batch.segments import part_in, part_of, with_fillers
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, LABELS, MAX_LENGTHS, SEQ_IDX
+from hf_packing.errors import PackingError
 from hf_packing.planning.rank_layout import RankLayout, RowPart
-from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss, documents_in, items_in, weights_of
+from hf_packing.training.kinds.packed import NextTokens, PackedLabels
+from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss
+
+
+class PartLabels(PackedLabels):
+    """The labels of a part of a row: those of the tokens that follow its own tokens in their documents."""
+
+    replaces_loss = True
+
+    @classmethod
+    def takes(cls, batch: Batch) -> bool:
+        """Return whether a batch is of this kind.
+
+        Raises:
+            PackingError: the batch has lost which part of a row it is.
+        """
+        is_part = part_in(batch) is not None
+        if not is_part and COUNTS in batch:
+            name = MAX_LENGTHS[0]
+            raise PackingError(
+                f"{name}: expected the int of the loader, which knows which part of a row on several ranks the batch "
+                f"is, got {type(batch.get(name)).__name__}. Convert only the tensors of a batch, and keep everything "
+                "else"
+            )
+        return is_part
+
+    @property
+    def ranks(self) -> int:
+        part = part_in(self.batch)
+        assert part is not None
+        return part.layout.num_ranks
+
+    def total_of(self, weights: Tensor) -> Tensor:
+        return weights.sum()  # of a document on several ranks, less than 1
+
+    def next_tokens(self, predicts_next: bool = True) -> NextTokens:  # noqa: ARG002
+        return super().next_tokens(predicts_next=False)
 
 
 @dataclass(frozen=True)
@@ -42,7 +80,7 @@ class PartCollator:
             batch = with_fillers(batch, [1] * (layout.num_ranks - len(layout.lengths)))
             layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
         part = RowPart(layout, self.rank)
-        weights, labels = weights_of(batch, self.loss), batch[LABELS]
+        weights, labels = PackedLabels(batch).weights(self.loss), batch[LABELS]
         if not self.collate.keep_first_labels:  # a token predicts the label of the next one
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))
         own = part_of({**batch, TARGETS: labels, WEIGHTS: weights}, part)
@@ -56,5 +94,6 @@ def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[int]:
     pieces, is_real = part.pieces, (batch[SEQ_IDX][0] >= 0).numpy()  # copies have lower numbers
     real = is_real[batch[CU_SEQ_LENS[0]].numpy()[pieces.document]]
     cost = (real * ((pieces.start + pieces.length) ** 2 - pieces.start**2)).sum()
-    documents, items = (0, 0) if part.rank else (documents_in(batch), items_in(batch, loss))
+    whole = PackedLabels(batch)
+    documents, items = (0, 0) if part.rank else (whole.num_documents(), whole.items(loss))
     return [int(each) for each in (is_real[part.layout.places(part.rank)].sum(), documents, cost, items)]

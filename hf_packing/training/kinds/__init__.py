@@ -1,0 +1,33 @@
+"""The labels of a batch, for each kind of batch: what predicts them, what they weigh, and whose they are.
+
+Whoever computes or counts a loss asks `labels_of`, and knows no kind. A new kind is a file, and its class here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_packing.errors import PackingError
+from hf_packing.training.kinds.packed import PackedLabels
+from hf_packing.training.kinds.split import PartLabels
+from hf_packing.training.kinds.trees import TreeLabels
+from hf_packing.training.losses import Batch
+
+KINDS: tuple[type[PackedLabels], ...] = (PartLabels, TreeLabels, PackedLabels)
+"""The kinds of batches; the first one that takes a batch has its labels."""
+
+
+def labels_of(batch: Batch) -> PackedLabels:
+    """Return the labels of a batch of a `PackingCollator`, or of a loader of `prepare_dataloader`."""
+    return next(kind(batch) for kind in KINDS if kind.takes(batch))
+
+
+def check_keys(batch: Any) -> None:
+    """Raise PackingError unless a batch has labels, and the borders of its documents."""
+    found = batch if isinstance(batch, Mapping) else {}
+    labels = labels_of(found)
+    for name in (labels.key, *labels.borders):
+        if name not in found:
+            raise PackingError(
+                f"batch: expected a batch from prepare_dataloader or PackingCollator, got {type(batch).__name__} "
+                f"without {name!r}, with the keys: {', '.join(found) or 'none'}"
+            )
