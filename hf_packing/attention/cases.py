@@ -365,7 +365,7 @@ RANDOM = "the model draws random numbers in training mode even with dropout swit
 
 
 class RowCase(Case):
-    """Random documents in packed rows: a few, and so short that a proof takes little time.
+    """Random documents in a row: a few, and so short that a proof takes little time. By default, rows are packed rows.
 
     Args:
         runner: runs the model, or its backbone.

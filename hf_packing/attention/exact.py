@@ -2,7 +2,8 @@
 
 The tokens of a segment attend to the tokens above them, which are the segment's prefix, and to each other. A packed row
 consists of segments without prefixes. torch's attention is called once for all segments of equal lengths, so a row of n
-different lengths costs n calls. Compiled code calls the same function as one opaque operator.
+different lengths costs n calls, and more with windows or chunks. Compiled code calls the same function as one opaque
+operator.
 """
 
 import math

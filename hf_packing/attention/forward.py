@@ -1,7 +1,8 @@
 """Run the forward of a patched model, and install and remove the patch.
 
 A patched forward asks the kinds of batches in turn whose batch its inputs are, and lets the kind run it. Calls with a
-cache run as without the patch. A batch of PackingCollator waits for the device not once, after the first one.
+cache run as without the patch. After the first one, a batch of PackingCollator waits for the device only if the model
+computes its own positions, or takes a token for padding.
 """
 
 import inspect

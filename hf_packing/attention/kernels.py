@@ -130,8 +130,8 @@ class VarlenKernel:
     ) -> Tensor:
         """Compute the result of `attend_exactly`, whose arguments these are, on the query's device.
 
-        In trees, keys and values are gathered along paths. If these are many, they are gathered again in the backward
-        pass, so that those of only one layer are in memory.
+        In trees and on several ranks, keys and values are gathered. If these are many, they are gathered again in the
+        backward pass, so that those of only one layer are in memory.
         """
         back = -1 if window is None else window - 1
         options = {

@@ -47,7 +47,7 @@ class Layout:
         cu_seq_lens: int32 [segments + 1], cumulative segment lengths, starting at 0. Several rows are counted as one
             long row. In a batch of fixed shapes, the last border is repeated, which makes empty segments at the end.
         trees: the lengths and parents of the segments that are not empty. In packed rows, no segment has a parent.
-        rows: number of rows. All rows have the same number of tokens.
+        rows: number of rows of equal size in a call of a module that gets several segments at once; otherwise 1.
     """
 
     cu_seq_lens: Tensor

@@ -1,7 +1,7 @@
 """Inspect a model.
 
 The functions in this file find the model inside its wrappers, the arguments of the model's forward, the model's
-embedding, the place where the weights are stored, and modules that are built alike.
+embedding, and the place where the weights are stored.
 """
 
 import inspect

@@ -79,9 +79,10 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
       found by experiment.
 
     Models that combine attention with recurrent layers or convolutions usually use both methods. The borders between
-    documents are read from any of the arguments cu_seq_lens_q, position_ids and seq_idx. With an attention_mask
-    instead, every row is one document, and the backbone, which is the model without its head, runs without the padding.
-    Models that return outputs for whole rows take only such batches. Calls with a cache run as without the patch.
+    documents are read from any of the arguments cu_seq_lens_q, position_ids, seq_idx and seq_lengths. With an
+    attention_mask instead, every row is one document, and the backbone, which is the model without its head, runs
+    without the padding. Models that return outputs for whole rows take only such batches. Calls with a cache run as
+    without the patch.
 
     The proof packs three random documents in one row and, in training mode, two. It replaces one document at a time.
     Several packed rows run as one row, laid end to end. The patch is kept only if:
@@ -96,10 +97,10 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     evaluation mode, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
 
     Padded batches are proven in the same way, with padding on each side: for a language model, with `padded`; for other
-    models, always. Rows of trees, in which documents share their prefixes, are proven with `trees`: the outputs for a
-    prefix must not depend on what follows; every document has to have the logits and gradients that it has alone; and
-    replacing a segment must change nothing but the segment and what is below it. A batch of a kind that is not proven
-    raises PackingError.
+    models in any case, and those that take packed rows are patched without if it fails. Rows of trees, in which
+    documents share their prefixes, are proven with `trees`: the outputs for a prefix must not depend on what follows;
+    every document has to have the logits and gradients that it has alone; and replacing a segment must change nothing
+    but the segment and what is below it. A batch of a kind that is not proven raises PackingError.
 
     The proof takes twenty to thirty forwards of few tokens, and more if a model needs several searches. It covers only
     the kernel for the model's current device and dtype, so move the model there first.
@@ -159,7 +160,7 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
         warnings.warn(
             f"patch_model proved isolation on a small copy of {type(inner).__name__}, not on the model itself; call "
             "check_isolation(model, batch=batch) after the weights of the model are loaded into memory",
-            stacklevel=3,
+            stacklevel=4,  # beyond inference_mode
         )
         return
     is_local = (location := weights_location(model)) == "in memory"
@@ -185,7 +186,7 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
         find_and_prove(inner, only)
     if unknown:
         known_routes.pop(key, None)  # whoever patches another model has to know it, too
-        warnings.warn(f"patch_model proved isolation on short documents only: {unknown}", stacklevel=3)
+        warnings.warn(f"patch_model proved isolation on short documents only: {unknown}", stacklevel=4)
 
 
 def _check_configuration(model: PreTrainedModel) -> None:

@@ -121,7 +121,7 @@ def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
 
 @dataclass
 class Facts:
-    """Facts that are learnt about a patched model. Each is set once, when it is known."""
+    """Facts that are learnt about a patched model. Each is set when it is known, and none is taken back."""
 
     takes_packed_rows: bool = True
     """False if only the backbone takes packed rows. The model itself, such as a classifier of documents, then takes
@@ -172,8 +172,8 @@ class Route:
         """Return a description of the route in a few lines.
 
         The description contains the name of the route, the share of the parameters in modules that run on a whole
-        packed row, the modules that run by segment, and, once it is proven, how the model runs padded batches. If the
-        proof was not completed in training mode, the description also contains the reason.
+        packed row, the modules that run by segment, and which other kinds of batches are proven, and how they run. If
+        the proof was not completed in training mode, the description also contains the reason.
         """
         facts = self.facts
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]

@@ -34,6 +34,7 @@ from hf_packing.planning.lengths import (
     total_of,
 )
 from hf_packing.planning.permutation import derive_seed
+from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
@@ -247,6 +248,22 @@ class Batching(ABC):
     def ranks_per_block(self) -> int:
         """Number of consecutive ranks that run a micro-batch together."""
         return 1
+
+    def lay_out(self, lengths: IntArray, linear_cost: float = LINEAR_COST) -> RankLayout:
+        """Return which tokens of a micro-batch each rank of its block holds.
+
+        Args:
+            lengths: integers [segments], tokens: the lengths of all segments of the micro-batch, row by row.
+            linear_cost: time that linear layers take for one token; see TokenBudget.
+
+        Example:
+            >>> from hf_packing import TokenBudget
+            >>> TokenBudget(12, max_ranks_per_document=2).lay_out(np.array([16, 4, 4])).tokens.tolist()
+            [12, 12]
+        """
+        ranks = self.ranks_per_block
+        most = max(self.most_tokens or 0, -(-total_of(lengths) // ranks))  # evaluations have micro-batches of any size
+        return lay_out(lengths, ranks, most, linear_cost)
 
     def within(self, shapes: Shapes) -> Self:
         """Return this batching for micro-batches that fit into fixed shapes. One segment is left for the padding.

@@ -66,6 +66,10 @@ class InOrder(Batching):
     def ranks_per_block(self) -> int:
         return self.ranks
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
     def __post_init__(self) -> None:
         super().__post_init__()
         set_fields(

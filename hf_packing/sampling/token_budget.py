@@ -17,7 +17,7 @@ from hf_packing.checks import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import Array, FloatArray, IntArray, Overflow, total_of
-from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
+from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout
 from hf_packing.sampling.batching import (
     CUT_WHEN_PACKED,
     Batching,
@@ -234,20 +234,9 @@ class TokenBudget(Batching):
         fitted = cut_rows(sizes, self.longest_document, self.overflow) if cuts else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
-    def lay_out(self, lengths: IntArray) -> RankLayout:
-        """Return which tokens of a micro-batch each rank of its block holds.
-
-        Args:
-            lengths: integers [segments], tokens: the lengths of all segments of the micro-batch, row by row.
-
-        Example:
-            >>> budget = TokenBudget(12, max_ranks_per_document=2)
-            >>> budget.lay_out(np.array([16, 4, 4])).tokens.tolist()
-            [12, 12]
-        """
-        ranks = self.max_ranks_per_document
-        most = max(self.max_tokens, -(-total_of(lengths) // ranks))  # evaluations have micro-batches of any size
-        return lay_out(lengths, ranks, most, _MOST_LINEAR if self.balance == "tokens" else self.usual_linear_cost)
+    def lay_out(self, lengths: IntArray, linear_cost: float | None = None) -> RankLayout:
+        cost = _MOST_LINEAR if self.balance == "tokens" else self.usual_linear_cost
+        return super().lay_out(lengths, cost if linear_cost is None else linear_cost)
 
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
         """Return the number of micro-batches over all ranks, without those that only have copies of rows.

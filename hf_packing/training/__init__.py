@@ -10,7 +10,7 @@
 | first_batch.py | proves isolation and the step on the first batch |
 | step.py, step_cases.py | compare a packed step with the unpacked one; how trainers and loops make both |
 | sources.py | what is read: packed rows, documents, trees, streams |
-| whole_rows.py | rows that stay whole, and what their loss is a mean of |
+| whole_rows.py, loss_unit.py | rows that stay whole; what their loss is a mean of |
 | streams.py, lockstep.py | logical streams, in lockstep on all ranks, with one state |
 | masking.py | documents that are masked anew in every epoch |
 | ranks.py | checks that all ranks plan from the same data and settings |

@@ -1,7 +1,8 @@
 """Define `attach`, a function that makes a Trainer train, evaluate and predict on packed batches.
 
 `attach` checks the arguments, plans the batches and patches the model. If all of this succeeds, `attach` replaces the
-trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those of the trainer and the model.
+trainer's class by a subclass with the methods of a class in `trainer.py`. Losses stay those of the trainer and the
+model.
 """
 
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
+from hf_packing.training.streams import StreamSummary
 from hf_packing.training.trainer import PackedTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.trees.forest import check_fewest_shared
 
@@ -56,7 +58,7 @@ def attach(
     prove: ProveInTraining = ...,
     tokens: int | None = ...,
     max_segments: int | None = ...,
-) -> EpochSummary: ...
+) -> EpochSummary | StreamSummary: ...
 def attach(
     trainer: Any,
     batching: Batching | None,

@@ -171,7 +171,7 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
 
 
 class PackedLoader(StepLoader):
-    """The loader that `prepare_dataloader` returns: it yields the micro-batches of one rank, on the rank's device.
+    """The loader of a map-style dataset: it yields the micro-batches of one rank, on the rank's device.
 
     Each iteration over the loader is one epoch. `accelerator.save_state` saves the epoch and the position within the
     epoch. After `accelerator.load_state`, the next iteration continues at the saved position without reading earlier

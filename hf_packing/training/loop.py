@@ -27,7 +27,7 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
+from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.kinds import check_keys
 from hf_packing.training.loader import LoopSteps, PackedLoader
@@ -208,11 +208,10 @@ def evaluation_loss(
         ranks = check_patched(model).facts.proven.get(ON_RANKS, 1)
         planned_from.note_settings(rows_per_batch=rows_per_batch, max_tokens=max_tokens)
         reading = Reading.of_model(model)
-        budget = TokenBudget(1, max_ranks_per_document=ranks) if ranks > 1 else None  # rows may have any size
         in_order = InOrder(rows_per_batch, max_tokens=max_tokens, ranks=ranks, align_tokens=align_tokens)
         if ranks > 1:
             expect(1, f"with max_ranks_per_document={ranks}", align_tokens=align_tokens)
-        source = open_source("dataset", dataset, budget, accelerator, reading, planned_from, in_order=in_order)
+        source = open_source("dataset", dataset, None, accelerator, reading, planned_from, in_order=in_order)
         check_labels_are_hidden(source, model)
         return source.loader(accelerator, collator_for(model, align_tokens=align_tokens))
 

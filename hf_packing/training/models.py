@@ -1,8 +1,8 @@
 """Find and patch the models of a trainer: the model that is trained, and those that read the same batches, such as a
-teacher or a reference model. `attach(trainer, None)` only does this, so that padding is not computed.
+teacher or a reference model. `attach(trainer, None)` plans no batches beside, so that only padding is not computed.
 
-Also what has to be proven of a model that is trained: that it takes the rows of a dataset, and that it isolates the
-documents of the first batch.
+Also what is checked of a model that is trained: that it takes the rows of a dataset; and which models get packed rows
+without a patch.
 """
 
 import inspect

@@ -34,7 +34,6 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.permutation import shuffles_of_numpy
-from hf_packing.planning.rank_layout import RankLayout, lay_out
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_number, is_token_type, shows_table, visible_columns
 from hf_packing.sampling.batching import Batching
@@ -110,8 +109,6 @@ class PackedRows:
     reading: Reading
     """How rows are read."""
     loss: Loss = "token"
-    batching: Batching | None = None
-    """The batching of the training, which lays documents out on several ranks in evaluations, too."""
     labels: LabelCounts | None = None
     """The labels that are left after documents were cut or dropped; None if they were not counted."""
 
@@ -148,13 +145,12 @@ class PackedRows:
         return self.sampler.summary(unpacked, isolation, self.labels)
 
     def _collator(
-        self, accelerator: Accelerator, collate: PackingCollator, lay_out: Callable[[Any], RankLayout] | None = None
+        self, accelerator: Accelerator, collate: PackingCollator, batching: Batching
     ) -> Callable[[Sequence[Row]], Batch]:
         """Return the collator of this rank, which has a part of each row if it is on several ranks."""
-        if (ranks := self.sampler.batching.ranks_per_block) == 1:
+        if batching.ranks_per_block == 1:
             return collate
-        assert isinstance(self.batching, TokenBudget)
-        return PartCollator(collate, lay_out or self.batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
+        return PartCollator(collate, batching, data_rank(accelerator).rank, self.loss)
 
     def next_rows(self, count: int) -> Iterator[tuple[int | None, Row]]:
         """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
@@ -170,10 +166,7 @@ class PackedRows:
     def collator_of_documents(self, accelerator: Accelerator, collate: PackingCollator) -> Callable[[Any], Batch]:
         """Return the collator of batches of some documents, as training makes them. Of a row on several ranks, every
         rank has as many tokens, so documents are cut."""
-        ranks = self.sampler.batching.ranks_per_block
-        return self._collator(
-            accelerator, collate, lambda lengths: lay_out(lengths, ranks, -(-sum(lengths) // ranks), linear_cost=0)
-        )
+        return self._collator(accelerator, collate, InOrder(ranks=self.sampler.batching.ranks_per_block))
 
     def loader(
         self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
@@ -186,7 +179,7 @@ class PackedRows:
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        batches = batches_loader(self.rows, self._collator(accelerator, collate), **options)
+        batches = batches_loader(self.rows, self._collator(accelerator, collate, self.sampler.batching), **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
@@ -211,8 +204,8 @@ def open_source(
     Args:
         name: the name of the dataset in error messages.
         dataset: a map-style dataset, or a stream.
-        batching: the batching, which also packs the documents of a stream; None for a packed stream, and for a
-            map-style dataset that is read in order without documents on several ranks.
+        batching: the batching, which also packs the documents of a stream; None for what is read in order, but for a
+            stream of documents.
         accelerator: the accelerator.
         reading: how rows are read.
         planned_from: notes the data.
@@ -227,8 +220,11 @@ def open_source(
     if in_order is None:
         settings = {"batching": batching, "gradient_accumulation_steps": accumulation, "loss": loss}
         planned_from.note_settings(**settings, shuffles_of_numpy=shuffles_of_numpy())
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    if not is_stream:
+        check_map_style(name, dataset)
     more = passed_on(dataset, reading.takes)
-    if isinstance(dataset, datasets.IterableDataset):
+    if is_stream:
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
         )
@@ -248,7 +244,6 @@ def open_source(
         )
         planned_from.note_settings(**{name: streamed})
         return streamed
-    check_map_style(name, dataset)
     plans = in_order or batching
     assert plans is not None
     if world_size < accelerator.num_processes:
@@ -267,7 +262,7 @@ def open_source(
         sampler = EpochSampler(plans, sizes, world_size, rank, accumulation)
         rows = MaskedRows(dataset, sampler, reading.masking, reading.unread, more)
     sampler.more_inputs["loss"] = loss
-    return PackedRows(dataset, rows, reading, loss, batching)
+    return PackedRows(dataset, rows, reading, loss)
 
 
 def passed_on(data: Any, takes: Takes) -> list[str]:

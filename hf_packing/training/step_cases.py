@@ -25,6 +25,7 @@ from hf_packing.attention import (
     temporarily,
 )
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import expect
 from hf_packing.columns import (
     ATTENTION_MASK,
     IGNORED_LABEL,
@@ -516,6 +517,8 @@ def check_step(
     if state is None or loss is not None:
         what = "a trainer after attach" if state is None else "no function beside a trainer, which computes its loss"
         raise PackingError(f"{'of' if state is None else 'loss'}: expected {what}, got {type(of).__name__}")
+    if hasattr(state, "source"):
+        expect(None, "for a trainer whose batches attach has planned, whose next rows make the step", batch=batch)
     model = prepared_model(of.accelerator, of.model)
     with of.compute_loss_context_manager(), in_mode(model, training=True):
         return prove_step(of.step_case(model, batch))

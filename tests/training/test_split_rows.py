@@ -223,8 +223,8 @@ def test_evaluation_is_that_of_one_process(tmp_path):
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4), ranks=st.integers(2, 8))
 @example(lengths=[11], ranks=5)
 def test_every_rank_has_tokens_however_few_a_row_has(lengths, ranks):
-    rows, layout = [{"input_ids": [*range(5, 5 + length)]} for length in lengths], budget(ranks).lay_out
-    parts = [PartCollator(hfp.PackingCollator(), layout, rank, "token")(rows) for rank in range(ranks)]
+    rows, batching = [{"input_ids": [*range(5, 5 + length)]} for length in lengths], budget(ranks)
+    parts = [PartCollator(hfp.PackingCollator(), batching, rank, "token")(rows) for rank in range(ranks)]
     assert all(part["input_ids"].numel() for part in parts)
     tokens, documents = np.sum([part[COUNTS].tolist() for part in parts], axis=0)[:2]
     assert (tokens, documents) == (sum(lengths), len(lengths))

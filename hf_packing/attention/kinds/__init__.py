@@ -8,7 +8,7 @@
 | split.py | rows on several ranks | the tokens of its document, also those of other ranks |
 
 kind.py says what a kind answers, and rows.py lays several rows end to end. Attention, kernels and modules that run by
-segment ask the `Layout` of a batch, and know no kind by name. A new kind is a file, and a line in `KINDS`.
+segment ask the `Layout` of a batch, and know no kind by name. `training/kinds` has the labels of each kind.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the forward of a patched model asks a kind of batch. The file of a kind has everything about it.
+"""What the forward of a patched model asks a kind of batch.
 
 A kind reads its batches from the arguments of a model, refuses those that it cannot run, says in a `Layout` which keys
 tokens see and how modules get whole documents, runs the forward, and has the case that proves isolation.

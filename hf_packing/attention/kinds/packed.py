@@ -1,7 +1,7 @@
 """Packed rows, whose borders stand in cu_seq_lens_q, position_ids, seq_idx or seq_lengths.
 
 Several rows run as a single one, laid end to end. Reading the borders waits for the device; a batch of PackingCollator
-brings the lengths of its segments, and after the first one, its tensors are not read.
+brings the lengths of its segments, and after the first one, its borders are not read.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 The tokens are laid end to end, as one packed row, and the outputs are put back where the tokens were. A backbone that
 takes no packed rows runs on the rows of equal length together. Poolers, which make one output of all tokens of a
 document by reading a place in a row, get every document in a row of its own, which the last module of the backbone that
-returns a value for every token makes. Reading a batch waits for the device once.
+returns a value for every token makes. Reading a batch waits for the device.
 
 A proof finds the way in which a model runs such batches: in the whole model with its head, every row, with padding on
 the right, on the left and on both sides, has to have the outputs and gradients that it has alone.

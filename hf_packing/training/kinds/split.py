@@ -4,9 +4,8 @@ The labels of a part are those of the tokens that its own tokens predict, so no 
 their weights in the loss of the step, which need the whole document, and the counts of the part come with them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from hf_packing.batch.segments import part_in, part_of, with_fillers
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, LABELS, MAX_LENGTHS, SEQ_IDX
 from hf_packing.errors import PackingError
 from hf_packing.planning.rank_layout import RankLayout, RowPart
+from hf_packing.sampling.batching import Batching
 from hf_packing.training.kinds.packed import NextTokens, PackedLabels
 from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss
 
@@ -63,29 +63,32 @@ class PartCollator:
 
     Args:
         collate: makes the whole row.
-        lay_out: returns the layout of a row, given the lengths of its documents.
-        rank: the rank, from 0 in its block.
+        batching: lays the documents of a row out on the ranks.
+        rank: the data rank.
         loss: what the loss is a mean over.
     """
 
     collate: PackingCollator
-    lay_out: Callable[[Any], RankLayout]
+    batching: Batching
     rank: int
     loss: Loss
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         batch = self.collate(rows)
-        layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
+        layout = self._layout_of(batch)
         if layout.tokens.min() == 0:  # every rank has to run something, and with as many segments as ranks, it does
             batch = with_fillers(batch, [1] * (layout.num_ranks - len(layout.lengths)))
-            layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
-        part = RowPart(layout, self.rank)
+            layout = self._layout_of(batch)
+        part = RowPart(layout, self.rank % layout.num_ranks)
         weights, labels = PackedLabels(batch).weights(self.loss), batch[LABELS]
         if not self.collate.keep_first_labels:  # a token predicts the label of the next one
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))
         own = part_of({**batch, TARGETS: labels, WEIGHTS: weights}, part)
         del own[LABELS]
         return {**own, COUNTS: torch.tensor(_counts(batch, part, self.loss))}
+
+    def _layout_of(self, batch: Batch) -> RankLayout:
+        return self.batching.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
 
 
 def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[int]:
