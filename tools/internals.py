@@ -13,10 +13,10 @@ from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.small_copy import SIZES, THRESHOLDS, VOCABULARY, randomize
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import comparable, spread
-from hf_packing.batch.segments import part_of
 from hf_packing.checks import OLDEST
 from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.rank_layout import RankLayout, RowPart
+from hf_packing.training.kinds.split import part_of
 from hf_packing.training.step import StepReport
 
 __all__ = [

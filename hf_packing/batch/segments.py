@@ -296,28 +296,6 @@ def with_segments_cut(batch: Batch, longest: int | None) -> dict[str, Any]:
     return {**batch, **columns_of(cut, longest, batch[INPUT_IDS].device)}
 
 
-def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:
-    """Return the part of a batch that one rank of a block runs, whose segments are the rank's pieces of documents.
-
-    Args:
-        batch: a batch with one row, as PackingCollator makes it, on the CPU.
-        part: the layout of the row, and the rank.
-
-    Example:
-        >>> import hf_packing as hfp
-        >>> from hf_packing.planning.rank_layout import lay_out
-        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8, 9]}, {"input_ids": [1, 2]}])
-        >>> own = part_of(batch, RowPart(lay_out([5, 2], ranks=2, max_tokens=4), rank=0))
-        >>> own["input_ids"].tolist(), own["position_ids"].tolist(), own["cu_seq_lens_q"].tolist()
-        ([[5, 6, 9, 2]], [[0, 1, 4, 1]], [0, 2, 3, 4])
-    """
-    places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
-    own = {name: values[:, places] for name, values in batch.items() if name not in _OF_SEGMENTS}
-    whole: BatchSegments = batch[MAX_LENGTHS[0]].segments
-    numbers = [whole.numbers[document] for document in part.pieces.document.tolist()]
-    return {**columns_of(whole._replace(lengths=lengths, numbers=numbers, part=part)), **own}
-
-
 def part_in(batch: Batch) -> RowPart | None:
     """Return which part of a row a batch is, if several ranks run the row together; else None."""
     segments = segments_in(batch)
@@ -393,10 +371,10 @@ def with_fillers(
     values = {
         name: F.pad(each, (0, sum(fillers)), value=first.get(name, 0)) if fillers else each
         for name, each in batch.items()
-        if name not in _OF_SEGMENTS
+        if name not in OF_SEGMENTS
     }
     return {**batch, **values, **columns_of(filled, longest, empty=empty)}
 
 
-_OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)
+OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)
 """The entries of a batch that do not have a value for each token."""

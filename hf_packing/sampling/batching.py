@@ -34,7 +34,6 @@ from hf_packing.planning.lengths import (
     total_of,
 )
 from hf_packing.planning.permutation import derive_seed
-from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
@@ -68,9 +67,6 @@ class EpochPlan:
     All ranks have the same number of micro-batches, and run their i-th micro-batches at the same time. If rows are too
     few for all micro-batches, copies of rows are added. The labels of copies are masked, so that no row is trained on
     twice. If the batching cuts long documents, the rows of the plan are the pieces of documents.
-
-    With TokenBudget(max_ranks_per_document=k), a block of k consecutive ranks runs a micro-batch together. All of them
-    get its rows, and `TokenBudget.lay_out` says which tokens each one holds.
     """
 
     world_size: int
@@ -79,24 +75,17 @@ class EpochPlan:
     is_copy: BoolArray
     """bool [rows and copies]: True for each copy with masked labels."""
     offsets: IntArray
-    """int64 [num_micro_batches * num_blocks + 1]: micro-batch n of rank r is rows[offsets[i]:offsets[i + 1]], where i
-    is n * num_blocks + r // ranks_per_block."""
+    """int64 [num_micro_batches * world_size + 1]: micro-batch n of rank r is rows[offsets[i]:offsets[i + 1]], where i
+    is n * world_size + r."""
     left_out: IntArray
     """int64 [left-out rows]: numbers of the dataset's rows that are in no micro-batch: empty rows and dropped rows."""
     bucket: IntArray | None = None
     """int64 [num_micro_batches], tokens: the bucket that all ranks use; None for a batching without buckets."""
-    ranks_per_block: int = 1
-    """Number of consecutive ranks that run a micro-batch together."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks of ranks, which is the number of ranks if each runs its own micro-batches."""
-        return self.world_size // self.ranks_per_block
 
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches of each rank."""
-        return (len(self.offsets) - 1) // self.num_blocks
+        return (len(self.offsets) - 1) // self.world_size
 
     @property
     def num_copies(self) -> int:
@@ -105,7 +94,7 @@ class EpochPlan:
 
     def micro_batch(self, number: int, rank: int) -> list[SampledRow]:
         """Return the rows of micro-batch `number` of a rank, as pairs (row number, True if the row is a copy)."""
-        place = number * self.num_blocks + rank // self.ranks_per_block
+        place = number * self.world_size + rank
         rows = slice(self.offsets[place], self.offsets[place + 1])
         return list(zip(self.rows[rows].tolist(), self.is_copy[rows].tolist(), strict=True))
 
@@ -114,16 +103,16 @@ class EpochPlan:
         return (self.micro_batch(number, rank) for number in range(first, self.num_micro_batches))
 
     def per_micro_batch(self, of_row: IntArray, counted: BoolArray | bool = True) -> Int64Array:
-        """Return the sum of a value over the rows of each micro-batch, int64 [num_micro_batches, num_blocks].
+        """Return the sum of a value over the rows of each micro-batch, int64 [num_micro_batches, world_size].
 
         Args:
             of_row: integers [rows]: the value of each row, such as its number of tokens.
             counted: bool [rows and copies]: True for each row or copy to count; a single True to count all.
         """
-        return sums_of(of_row[self.rows] * counted, self.offsets).reshape(-1, self.num_blocks)
+        return sums_of(of_row[self.rows] * counted, self.offsets).reshape(-1, self.world_size)
 
     def utilization(self, of_row: IntArray) -> float:
-        """Return the mean utilization of the ranks or blocks, from 0 to 1. The value 1 means that they never wait.
+        """Return the mean utilization of the ranks, from 0 to 1. The value 1 means that they never wait.
 
         For micro-batches that run at the same time, utilization is the mean work over ranks, divided by the maximum
         work over ranks. The result is the average over the epoch. Copies of rows count in the maximum, since copies
@@ -244,27 +233,6 @@ class Batching(ABC):
         """The fewest tokens that documents share to be in one tree; None if they share no prefixes."""
         return None
 
-    @property
-    def ranks_per_block(self) -> int:
-        """Number of consecutive ranks that run a micro-batch together."""
-        return 1
-
-    def lay_out(self, lengths: IntArray, linear_cost: float = LINEAR_COST) -> RankLayout:
-        """Return which tokens of a micro-batch each rank of its block holds.
-
-        Args:
-            lengths: integers [segments], tokens: the lengths of all segments of the micro-batch, row by row.
-            linear_cost: time that linear layers take for one token; see TokenBudget.
-
-        Example:
-            >>> from hf_packing import TokenBudget
-            >>> TokenBudget(12, max_ranks_per_document=2).lay_out(np.array([16, 4, 4])).tokens.tolist()
-            [12, 12]
-        """
-        ranks = self.ranks_per_block
-        most = max(self.most_tokens or 0, -(-total_of(lengths) // ranks))  # evaluations have micro-batches of any size
-        return lay_out(lengths, ranks, most, linear_cost)
-
     def within(self, shapes: Shapes) -> Self:
         """Return this batching for micro-batches that fit into fixed shapes. One segment is left for the padding.
 
@@ -295,8 +263,8 @@ class Batching(ABC):
             EpochPlan. The same arguments give the same plan, on any machine whose NumPy shuffles in the same way.
 
         Raises:
-            PackingError: a bad argument, fewer rows than ranks, a row longer than a micro-batch, a number of ranks that
-                is no multiple of max_ranks_per_document, or rows without a bucket if the batching needs buckets.
+            PackingError: a bad argument, fewer rows than ranks, a row longer than a micro-batch, or rows without a
+                bucket if the batching needs buckets.
         """
         epoch = Epoch() if epoch is None else epoch
         return self.plan_fitted(self.fit_enough(sizes, epoch.world_size), epoch)
@@ -304,19 +272,13 @@ class Batching(ABC):
     def fit_enough(self, sizes: RowSizes, ranks: int) -> FittedRows:
         """Return the rows to make micro-batches of; raise PackingError if they are too few for all ranks, or are trees
         and would have to be aligned."""
-        together = self.ranks_per_block
-        if ranks % together:
-            raise PackingError(
-                f"max_ranks_per_document: expected a number that divides the {ranks} ranks of this run, got {together}"
-            )
         if sizes.trees is not None:  # whose micro-batches cannot be filled up
             expect(1, "for rows of trees", align_tokens=self.align_tokens)
         rows = self.fit(sizes)
-        needed = ranks // together if self.needs_row_per_rank else 1
+        needed = ranks if self.needs_row_per_rank else 1
         if len(rows.kept) < needed:
             raise PackingError(
-                f"dataset: expected at least one row for each of {needed} "
-                f"{'ranks' if together == 1 else f'blocks of {together} ranks'}, got {len(rows.kept)} rows, not "
+                f"dataset: expected at least one row for each of {needed} ranks, got {len(rows.kept)} rows, not "
                 f"counting {len(rows.left_out)} empty or dropped rows"
             )
         return rows

@@ -25,16 +25,15 @@ from hf_packing.sampling.sizes import RowSizes
 class InOrder(Batching):
     """A batching for evaluation: a micro-batch has as many successive rows as fit into its limits.
 
-    Ranks, or blocks of ranks, take micro-batches in turn. The last micro-batch may have fewer rows. If there are too
-    few micro-batches for all of them, copies of the first row with masked labels are added.
+    Ranks take micro-batches in turn. The last micro-batch may have fewer rows. If there are too few micro-batches for
+    all of them, copies of the first row with masked labels are added.
 
     Args:
         rows_per_batch: the most rows in a micro-batch; None if tokens and documents are the only limits.
-        max_tokens: the most tokens in a micro-batch, on each of its ranks, which is rounded down to a multiple of
+        max_tokens: the most tokens in a micro-batch, which is rounded down to a multiple of
             align_tokens; None for no limit. With rows_per_batch, a row of more tokens is not refused, but alone in a
             micro-batch.
         max_documents: the most documents in a micro-batch; None for no limit.
-        ranks: number of consecutive ranks that run a micro-batch together.
         max_length: the most tokens that a document may have; None for no limit, and for packed rows.
         overflow: treatment of documents with more tokens.
 
@@ -58,17 +57,8 @@ class InOrder(Batching):
     rows_per_batch: int | None = None
     _: KW_ONLY
     max_tokens: int | None = None
-    ranks: int = 1
     max_length: int | None = None
     overflow: Overflow = "error"
-
-    @property
-    def ranks_per_block(self) -> int:
-        return self.ranks
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +73,7 @@ class InOrder(Batching):
     def _limits(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
         """Return what is limited: what each row has of it, integers [rows], and the limit, by unit."""
         limits = {
-            "tokens": (sizes.tokens, self.max_tokens and self.max_tokens * self.ranks),
+            "tokens": (sizes.tokens, self.max_tokens),
             "documents": (sizes.segments, self.max_documents),
             "rows": (np.ones_like(sizes.tokens), self.rows_per_batch),
         }
@@ -108,12 +98,11 @@ class InOrder(Batching):
             begins.append(end)
             fitting = min(bisect_right(total, total[end] + most) for total, most in totals) - 1
             end = max(fitting, end + 1)
-        copies = -len(begins) % (epoch.world_size // self.ranks)
+        copies = -len(begins) % epoch.world_size
         return EpochPlan(
             epoch.world_size,
             rows=np.append(rows.kept, np.repeat(rows.kept[:1], copies)),
             is_copy=np.arange(number + copies) >= number,
             offsets=np.append(begins, number + np.arange(copies + 1)),
             left_out=rows.left_out,
-            ranks_per_block=self.ranks,
         )

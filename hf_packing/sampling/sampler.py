@@ -13,12 +13,11 @@ import numpy as np
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.planning.lengths import Array, offsets_of, total_of
+from hf_packing.planning.lengths import total_of
 from hf_packing.planning.permutation import shuffles_of_numpy
-from hf_packing.planning.rank_layout import LayoutCounts, plan_exchange
+from hf_packing.planning.rank_layout import LayoutCounts
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, SampledRow
-from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 
@@ -163,6 +162,8 @@ class RankBatchSampler:
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
         self._plan: EpochPlan | None = None
+        self.on_ranks: Any = None
+        """The `RowsOnRanks` that lays rows out on several ranks; None if each is on one."""
 
     def __len__(self) -> int:
         return self.plan.num_micro_batches
@@ -202,7 +203,9 @@ class RankBatchSampler:
         trees = self.sizes.trees or TreeCounts(0, 0, 0)
         tokens = total_of(fitted.sizes.tokens[fitted.kept])
         documents = total_of(fitted.sizes.segments[fitted.kept])
-        return EpochSummary(
+        sizes, multiple = fitted.sizes, self.batching.align_tokens
+        in_batches = -(-plan.per_micro_batch(sizes.tokens) // multiple) * multiple
+        summary = EpochSummary(
             optimizer_steps=steps,
             num_micro_batches=plan.num_micro_batches,
             world_size=plan.world_size,
@@ -220,46 +223,12 @@ class RankBatchSampler:
             trees=self.sizes.trees,
             length_schedule=getattr(self.batching, "length_schedule", None),
             isolation=isolation,
-            **self._on_ranks(),
+            largest_micro_batch=int(in_batches.max()),
+            token_utilization=plan.utilization(sizes.tokens),
+            attention_utilization=plan.utilization(sizes.squared_lengths),
+            filled=int(in_batches.sum() - sizes.tokens[plan.rows].sum()) if multiple > 1 else None,
         )
-
-    def _on_ranks(self) -> dict[str, Any]:
-        """Return what EpochSummary says about the micro-batches of each rank."""
-        plan, sizes = self.plan, self.rows.sizes
-        if plan.ranks_per_block == 1:
-            multiple = self.batching.align_tokens
-            in_batches = -(-plan.per_micro_batch(sizes.tokens) // multiple) * multiple
-            return {
-                "largest_micro_batch": int(in_batches.max()),
-                "token_utilization": plan.utilization(sizes.tokens),
-                "attention_utilization": plan.utilization(sizes.squared_lengths),
-                "filled": int(in_batches.sum() - sizes.tokens[plan.rows].sum()) if multiple > 1 else None,
-            }
-        assert isinstance(self.batching, TokenBudget)
-        lengths, segments = sizes.segment_lengths(plan.rows)
-        rows = np.split(lengths, offsets_of(segments)[plan.offsets[1:-1]])
-        layouts = [self.batching.lay_out(row) for row in rows]
-        tokens, attention_cost = (
-            np.concatenate([getattr(layout, name) for layout in layouts]) for name in ("tokens", "attention_cost")
-        )
-        is_own = np.repeat(~plan.is_copy[plan.offsets[:-1]], plan.ranks_per_block)  # a copy is alone in a micro-batch
-        received = sum(plan_exchange(layout).num_received for layout in layouts)
-
-        def utilization(of_rank: Array) -> float:
-            by_turn = (-1, plan.world_size)
-            return mean_over_max((of_rank * is_own).reshape(by_turn), of_rank.reshape(by_turn))
-
-        return {
-            "largest_micro_batch": int(tokens.max()),
-            "token_utilization": utilization(tokens),
-            "attention_utilization": utilization(attention_cost),
-            "layout": LayoutCounts(
-                ranks=plan.ranks_per_block,
-                split=sum(layout.num_split for layout in layouts),
-                utilization=utilization(self.batching.cost(tokens, attention_cost)),
-                received_per_token=received / total_of(tokens[is_own]),
-            ),
-        }
+        return summary if self.on_ranks is None else self.on_ranks.counted(summary, plan, sizes)
 
     def _can_match(self, documents: int) -> bool:
         """Return whether match_documents_per_step can be set to `documents`, a number of documents per optimizer step.

@@ -117,17 +117,6 @@ class RowSizes:
     def __str__(self) -> str:
         return f"{len(self):,} rows and {total_of(self.tokens):,} tokens"
 
-    def segment_lengths(self, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the lengths of the segments of rows, row after row, and the number of segments of each row.
-
-        Args:
-            rows: integers [chosen rows]: numbers of rows, which are not empty, and no trees.
-        """
-        if self.seq_lengths is None:
-            return self.tokens[rows], self.segments[rows]
-        segments, counts = indices_in_groups(offsets_of(self.segments), rows)
-        return self.seq_lengths[segments], counts
-
     @property
     def fingerprint(self) -> str:
         """A digest of all sizes and of the sampled tokens, as 16 hex digits."""

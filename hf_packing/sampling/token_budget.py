@@ -17,7 +17,7 @@ from hf_packing.checks import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import Array, FloatArray, IntArray, Overflow, total_of
-from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout
+from hf_packing.planning.rank_layout import LINEAR_COST
 from hf_packing.sampling.batching import (
     CUT_WHEN_PACKED,
     Batching,
@@ -44,7 +44,7 @@ from hf_packing.trees.forest import check_fewest_shared
 
 Balance = Literal["attention", "tokens"]
 
-_MOST_LINEAR = 1e12
+MOST_LINEAR = 1e12
 """The largest linear_cost that is accepted. With this value, attention no longer affects the balance."""
 
 _ROWS_WITH_FEWER = {
@@ -129,9 +129,6 @@ class TokenBudget(Batching):
         >>> plan = TokenBudget(8).plan(sizes_of_documents(np.array([5, 3, 2, 6, 4, 4])), Epoch(0, world_size=2))
         >>> plan.num_micro_batches, plan.num_copies, sorted(plan.rows.tolist())
         (2, 0, [0, 1, 2, 3, 4, 5])
-        >>> budget = TokenBudget(8, max_ranks_per_document=2)  # on two ranks, documents of up to 16 tokens
-        >>> budget.lay_out(np.array([13, 3])).tokens.tolist()
-        [8, 8]
     """
 
     max_tokens: int
@@ -150,10 +147,6 @@ class TokenBudget(Batching):
     def most_tokens(self) -> int:
         return self.aligned("max_tokens")
 
-    @property
-    def ranks_per_block(self) -> int:
-        return self.max_ranks_per_document
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("overflow", self.overflow, Overflow)
@@ -165,8 +158,8 @@ class TokenBudget(Batching):
             match_documents_per_step=check_optional_number("match_documents_per_step", self.match_documents_per_step),
         )
         if self.linear_cost is not None:
-            what = f"a number from 0 to {_MOST_LINEAR:g}, or None"
-            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, what))
+            what = f"a number from 0 to {MOST_LINEAR:g}, or None"
+            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, MOST_LINEAR, what))
         schedule: object = self.length_schedule
         if not isinstance(schedule, LengthSchedule | None):
             raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {schedule!r}")
@@ -234,10 +227,6 @@ class TokenBudget(Batching):
         fitted = cut_rows(sizes, self.longest_document, self.overflow) if cuts else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
-    def lay_out(self, lengths: IntArray, linear_cost: float | None = None) -> RankLayout:
-        cost = _MOST_LINEAR if self.balance == "tokens" else self.usual_linear_cost
-        return super().lay_out(lengths, cost if linear_cost is None else linear_cost)
-
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
         """Return the number of micro-batches over all ranks, without those that only have copies of rows.
 
@@ -245,7 +234,6 @@ class TokenBudget(Batching):
             PackingError: match_documents_per_step does not fit.
         """
         assert rows.fewest_micro_batches is not None
-        epoch = self._of_blocks(epoch)
         optimizer_steps = -(-rows.fewest_micro_batches // epoch.slots)
         if self.match_documents_per_step is not None:
             optimizer_steps = self._matching_steps(rows, optimizer_steps, epoch)
@@ -278,31 +266,20 @@ class TokenBudget(Batching):
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
-        limits, blocks = self._limits(rows), self._of_blocks(epoch)
-        filled = fill(limits, self.num_filled(rows, epoch), blocks.slots, seed)
+        limits = self._limits(rows)
+        filled = fill(limits, self.num_filled(rows, epoch), epoch.slots, seed)
 
         jittered = jitter_attention(sum_rows(filled, squared_lengths), seed)
-        steps = group_by_cost(self.cost(sum_rows(filled, tokens), jittered), blocks.slots, seed)
+        steps = group_by_cost(self.cost(sum_rows(filled, tokens), jittered), epoch.slots, seed)
         # copies of the shortest rows become the micro-batches that the last step lacks
         copies = np.resize(np.argsort(tokens, kind="stable"), (steps.size - len(filled), 1)).tolist()
         cost = self.cost(tokens, squared_lengths)
         micro_batches = redistribute_rows(filled + copies, steps, cost, limits)
-        order = order_in_steps(steps, sum_rows(micro_batches, cost), len(filled), blocks.world_size, seed)
+        order = order_in_steps(steps, sum_rows(micro_batches, cost), len(filled), epoch.world_size, seed)
 
         planned, offsets = flatten([micro_batches[number] for number in order.tolist()])
         is_copy = np.repeat(order >= len(filled), np.diff(offsets))
-        return EpochPlan(
-            epoch.world_size,
-            rows.kept[planned],
-            is_copy,
-            offsets,
-            rows.left_out,
-            ranks_per_block=self.max_ranks_per_document,
-        )
-
-    def _of_blocks(self, epoch: Epoch) -> Epoch:
-        """Return the epoch with blocks of ranks in the place of ranks."""
-        return replace(epoch, world_size=epoch.world_size // self.max_ranks_per_document)
+        return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
 
     def _limits(self, rows: FittedRows) -> Limits:
         return [(has[rows.kept], most) for has, most in self._limited(rows.sizes).values()]

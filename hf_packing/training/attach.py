@@ -23,6 +23,7 @@ from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.sizes import check_map_style
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
 from hf_packing.training.checks import check_trainer, classes_of_trl
+from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
@@ -178,8 +179,8 @@ def attach(
         return state
 
     state = on_all_ranks(plan)
-    if state.batching.ranks_per_block > 1:
-        block_of(state.batching.ranks_per_block)  # now, since a rank may make a loader alone
+    if (ranks := ranks_of(state.batching)) > 1:
+        block_of(ranks)  # now, since a rank may make a loader alone
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))
         summary = on_all_ranks(lambda _: state.summary(plain))
@@ -222,7 +223,7 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
     accepted = f"a TokenBudget {whole}, or None, to keep the trainer's batches and take out their padding"
     check_type("batching", batching, TokenBudget, accepted)
     expect(None, whole, length_schedule=batching.length_schedule, max_length=batching.max_length)
-    expect(1, whole, align_tokens=batching.align_tokens, max_ranks_per_document=batching.ranks_per_block)
+    expect(1, whole, align_tokens=batching.align_tokens, max_ranks_per_document=ranks_of(batching))
     if loss_unit not in (None, *UNITS):
         raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
     if found := _SORTING.intersection(getattr(trainer, "loss_types", ())):

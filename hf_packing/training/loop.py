@@ -30,6 +30,7 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.kinds import check_keys
+from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loader import LoopSteps, PackedLoader
 from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, exact_type
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
@@ -113,7 +114,7 @@ def prepare_dataloader(
     def plan(planned_from: PlannedFrom) -> tuple[Batching, Source, PackingCollator]:
         check_accelerator(accelerator)
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
-        if model is None and balanced.ranks_per_block > 1:
+        if model is None and ranks_of(balanced) > 1:
             raise PackingError("model: expected the model that is trained, for documents on several ranks, got None")
         if shapes != (None, None):
             balanced = balanced.within(shapes)
@@ -133,12 +134,12 @@ def prepare_dataloader(
         return balanced, source, collator_for(model, *shapes, balanced.align_tokens)
 
     balanced, source, collator = on_all_ranks(plan)
-    if balanced.ranks_per_block > 1:
-        block_of(balanced.ranks_per_block)
+    if (ranks := ranks_of(balanced)) > 1:
+        block_of(ranks)
 
     def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:
-            patch_for_training(model, accelerator, prove, balanced.ranks_per_block)
+            patch_for_training(model, accelerator, prove, ranks)
             check_takes_rows(model, source, balanced, shapes)
         source.count_labels(collator)
 
@@ -147,8 +148,8 @@ def prepare_dataloader(
         known = None if model is None else own_loss_of(model)
         # the model then can compute the loss itself
         keeps_labels = loss == "token" and (model is None or (known is not None and known.is_divided))
-        proves = prove == "first batch" or balanced.ranks_per_block > 1
-        step_case = partial(LoopCase, collator=collator, loss=loss, source=(source, accelerator))
+        proves = prove == "first batch" or ranks > 1
+        step_case = partial(LoopCase, collator=collator, loss=loss, source=source)
         steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if proves else None, step_case)
         loader: PackedLoader | StreamLoader = source.loader(
             accelerator, collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
@@ -208,10 +209,12 @@ def evaluation_loss(
         ranks = check_patched(model).facts.proven.get(ON_RANKS, 1)
         planned_from.note_settings(rows_per_batch=rows_per_batch, max_tokens=max_tokens)
         reading = Reading.of_model(model)
-        in_order = InOrder(rows_per_batch, max_tokens=max_tokens, ranks=ranks, align_tokens=align_tokens)
+        in_order = InOrder(rows_per_batch, max_tokens=max_tokens and ranks * max_tokens, align_tokens=align_tokens)
         if ranks > 1:
             expect(1, f"with max_ranks_per_document={ranks}", align_tokens=align_tokens)
-        source = open_source("dataset", dataset, None, accelerator, reading, planned_from, in_order=in_order)
+        source = open_source(
+            "dataset", dataset, None, accelerator, reading, planned_from, in_order=in_order, ranks=ranks
+        )
         check_labels_are_hidden(source, model)
         return source.loader(accelerator, collator_for(model, align_tokens=align_tokens))
 

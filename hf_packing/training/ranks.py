@@ -30,9 +30,10 @@ class DataRank(NamedTuple):
     world_size: int
 
 
-def data_rank(accelerator: Accelerator) -> DataRank:
-    """Return the data rank of this process; processes that share a model by tensor parallelism share one data rank."""
-    together = getattr(accelerator.parallelism_config, "tp_size", 1)
+def data_rank(accelerator: Accelerator, ranks_per_row: int = 1) -> DataRank:
+    """Return the data rank of this process; processes that share a model by tensor parallelism share one data rank, and
+    so do those that run rows together."""
+    together = getattr(accelerator.parallelism_config, "tp_size", 1) * ranks_per_row
     return DataRank(accelerator.process_index // together, accelerator.num_processes // together)
 
 

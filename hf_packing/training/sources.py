@@ -10,7 +10,7 @@ keeps them, or all of them with remove_unused_columns=False.
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers import Trainer
 
 from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator, numbers_in
-from hf_packing.checks import expect
 from hf_packing.columns import (
     COMPLETION_MASK,
     INPUT_IDS,
@@ -43,7 +42,7 @@ from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import masks_tokens, sft_trainer_of
-from hf_packing.training.kinds.split import PartCollator
+from hf_packing.training.kinds.split import PartCollator, RowsOnRanks, ranks_of
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Batch, Loss
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
@@ -144,13 +143,11 @@ class PackedRows:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 
-    def _collator(
-        self, accelerator: Accelerator, collate: PackingCollator, batching: Batching
-    ) -> Callable[[Sequence[Row]], Batch]:
+    def collator(self, collate: PackingCollator, evenly: bool = False) -> Callable[[Sequence[Row]], Batch]:
         """Return the collator of this rank, which has a part of each row if it is on several ranks."""
-        if batching.ranks_per_block == 1:
+        if (on := self.sampler.on_ranks) is None:
             return collate
-        return PartCollator(collate, batching, data_rank(accelerator).rank, self.loss)
+        return PartCollator(collate, replace(on, budget=None) if evenly else on, self.loss)
 
     def next_rows(self, count: int) -> Iterator[tuple[int | None, Row]]:
         """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
@@ -163,11 +160,6 @@ class PackedRows:
         for row in islice(chain.from_iterable(sampler), count):
             yield row[0] if is_whole and not row[1] else None, self.rows.__getitems__([row])[0]
 
-    def collator_of_documents(self, accelerator: Accelerator, collate: PackingCollator) -> Callable[[Any], Batch]:
-        """Return the collator of batches of some documents, as training makes them. Of a row on several ranks, every
-        rank has as many tokens, so documents are cut."""
-        return self._collator(accelerator, collate, InOrder(ranks=self.sampler.batching.ranks_per_block))
-
     def loader(
         self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
     ) -> Any:
@@ -179,7 +171,7 @@ class PackedRows:
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        batches = batches_loader(self.rows, self._collator(accelerator, collate, self.sampler.batching), **options)
+        batches = batches_loader(self.rows, self.collator(collate), **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
@@ -198,6 +190,7 @@ def open_source(
     accumulation: int = 1,
     loss: Loss = "token",
     in_order: InOrder | None = None,
+    ranks: int | None = None,
 ) -> Source:
     """Check and measure a dataset, plan the micro-batches of this rank, and note the data to compare with other ranks.
 
@@ -212,6 +205,7 @@ def open_source(
         accumulation: number of micro-batches of each rank in an optimizer step.
         loss: the loss, which a checkpoint has to have been saved with.
         in_order: how micro-batches are made for evaluation; None for training.
+        ranks: number of ranks that run a row together; by default, that of the batching.
 
     Raises:
         PackingError: the dataset is not supported, or does not fit the batching.
@@ -246,8 +240,11 @@ def open_source(
         return streamed
     plans = in_order or batching
     assert plans is not None
-    if world_size < accelerator.num_processes:
-        expect(1, "with tensor parallelism", max_ranks_per_document=plans.ranks_per_block)
+    on_ranks = None
+    if (ranks := ranks_of(batching) if ranks is None else ranks) > 1:
+        assert isinstance(batching, TokenBudget | None)
+        on_ranks = RowsOnRanks.of(ranks, accelerator, batching)
+        rank, world_size = data_rank(accelerator, ranks)
     if plans.fewest_shared is not None:
         assert isinstance(plans, TokenBudget)
         how = plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more, plans.max_length
@@ -261,7 +258,7 @@ def open_source(
     else:
         sampler = EpochSampler(plans, sizes, world_size, rank, accumulation)
         rows = MaskedRows(dataset, sampler, reading.masking, reading.unread, more)
-    sampler.more_inputs["loss"] = loss
+    sampler.more_inputs["loss"], sampler.on_ranks = loss, on_ranks
     return PackedRows(dataset, rows, reading, loss)
 
 

@@ -22,6 +22,7 @@ from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import WRAPPED_METHODS, lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.first_batch import FirstBatchProof
+from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import find_loss_unit
 from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.model_loss import collator_for
@@ -210,13 +211,20 @@ class AttachedPacks(Attached):
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
         rows, max_segments = trainer.args.per_device_eval_batch_size, self.collator.max_segments
-        in_order = InOrder(rows, max_tokens=self.batching.most_tokens, ranks=ranks)
+        in_order = InOrder(rows, max_tokens=self.batching.most_tokens and ranks * self.batching.most_tokens)
         if max_segments is not None:  # batches of fixed shapes
             in_order = InOrder(max_tokens=self.max_tokens, max_documents=max_segments - 1)
         if isinstance(self.batching, TokenBudget):
             in_order = replace(in_order, max_length=self.batching.max_length, overflow=self.batching.overflow)
         source = open_source(
-            name, dataset, self.batching, trainer.accelerator, self.reading, planned_from, in_order=in_order
+            name,
+            dataset,
+            self.batching,
+            trainer.accelerator,
+            self.reading,
+            planned_from,
+            in_order=in_order,
+            ranks=ranks,
         )
         planned_from.note_settings(per_device_eval_batch_size=rows)  # after the data, of which a rank may have none
         return source
@@ -243,13 +251,13 @@ class AttachedPacks(Attached):
 
         only_loss = trainer.compute_metrics is None or trainer.args.prediction_loss_only
         # predictions have the flat shape of whole rows, and callbacks may run a loader on one rank alone
-        ranks = self.batching.ranks_per_block if self._compares and only_loss and name != TEST_DATASET else 1
+        ranks = ranks_of(self.batching) if self._compares and only_loss and name != TEST_DATASET else 1
         compares, self._compares = self._compares, False
         return self.loader_of(trainer, on_all_ranks(open_rows) if compares else open_rows(PlannedFrom()))
 
     def settle(self, trainer: Trainer) -> None:
-        patch_models(trainer, self.prove, self.batching.ranks_per_block)
-        proves = self.prove == "first batch" or self.batching.ranks_per_block > 1
+        patch_models(trainer, self.prove, ranks_of(self.batching))
+        proves = self.prove == "first batch" or ranks_of(self.batching) > 1
         self.first_batch_proof = FirstBatchProof() if proves else None
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
@@ -259,7 +267,7 @@ class AttachedPacks(Attached):
         """Check that the model takes the rows, and that the loss can be that of rows of trees and of rows on several
         ranks: the cross-entropy."""
         check_takes_rows(trainer.model, source, self.batching, (self.collator.tokens, self.collator.max_segments))
-        if not source.shares_prefixes and self.batching.ranks_per_block == 1:
+        if not source.shares_prefixes and ranks_of(self.batching) == 1:
             return
         args = trainer.args
         is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel

@@ -8,7 +8,6 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,6 +37,7 @@ from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.kinds import labels_of
 from hf_packing.training.kinds.packed import Document, is_of
+from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import CheckedRows
 from hf_packing.training.losses import COUNTS, Batch, Loss, TokenMean
 from hf_packing.training.model_loss import WholeStep, predicts_next
@@ -73,8 +73,8 @@ class PackedCase(StepCase):
         runner: runs the model.
         collator: the collator of the training.
         batch: a batch, whose documents make the step if there is no source.
-        source: the source whose next documents make the step, and the accelerator of the training; None if the
-            documents of the source cannot be read again.
+        source: the source whose next documents make the step; None if the documents of the source cannot be read
+            again.
     """
 
     most_tokens: int | None
@@ -90,7 +90,7 @@ class PackedCase(StepCase):
         runner: StepRunner,
         collator: PackingCollator,
         batch: Batch | None,
-        source: tuple[PackedRows, Accelerator] | None,
+        source: PackedRows | None,
     ) -> None:
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
         self.collate: Callable[[Any], Batch] = collator
@@ -98,11 +98,10 @@ class PackedCase(StepCase):
         self.rows: list[tuple[int | None, list[Document]]] = []
         """The documents of each row of the source, and the number of the row in the dataset, if it has one."""
         if source is not None:
-            rows, accelerator = source
-            self.collate = rows.collator_of_documents(accelerator, collator)
-            read = on_all_ranks(lambda _: [(n, labels_of(collator([row]))) for n, row in rows.next_rows(_READ)])
+            found, self.collate = source.next_rows(_READ), source.collator(collator, evenly=True)
+            read = on_all_ranks(lambda _: [(number, labels_of(collator([row]))) for number, row in found])
             self.kind, self.rows = read[0][1], [(number, each.documents()) for number, each in read]
-            self.documents = [each for _, found in self.rows for each in found]
+            self.documents = [each for _, own in self.rows for each in own]
         elif batch is not None:
             self.kind = labels_of(batch)
             self.documents = self.kind.documents()
@@ -203,9 +202,8 @@ class TrainerCase(PackedCase):
 
     def __init__(self, trainer: Any, model: nn.Module, batch: Batch | None, training: bool) -> None:
         state = trainer.attached
-        runner = _runner_of(trainer, model, state.batching.ranks_per_block if training else 1)
-        source = (state.source, trainer.accelerator) if batch is None else None
-        super().__init__(runner, state.collator, batch, source)
+        runner = _runner_of(trainer, model, ranks_of(state.batching) if training else 1)
+        super().__init__(runner, state.collator, batch, state.source if batch is None else None)
         self.trainer, self.model, self.training = trainer, model, training
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
         made_by = state.kind.compute_loss.__module__, getattr(trainer.compute_loss_func, "__module__", "trl.")
@@ -282,7 +280,7 @@ class LoopCase(PackedCase):
         collator: the collator of the loop.
         function: computes the loss of a model and a batch; None for `compute_loss`, and the model's own loss unpacked.
         loss: what the loss is a mean over.
-        source: where the batches come from, if it is known, and the accelerator with which they are made.
+        source: where the batches come from, if it is known.
     """
 
     def __init__(
@@ -292,10 +290,10 @@ class LoopCase(PackedCase):
         collator: PackingCollator,
         function: Callable[[nn.Module, Batch], Tensor] | None = None,
         loss: Loss = "token",
-        source: tuple[Any, Accelerator] | None = None,
+        source: Any = None,
     ) -> None:
         runner = StepRunner(model, ranks_per_row=labels_of(batch).ranks)
-        super().__init__(runner, collator, batch, source if source and isinstance(source[0], PackedRows) else None)
+        super().__init__(runner, collator, batch, source if isinstance(source, PackedRows) else None)
         self.model, self.function, self.loss, self.has_own_loss = model, function, loss, function is not None
         self.most_tokens = batch[INPUT_IDS].shape[1]
 

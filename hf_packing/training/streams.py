@@ -96,7 +96,7 @@ def training_stream(
         expect(
             1,
             "for a stream, since only documents of a map-style dataset can be on several ranks",
-            max_ranks_per_document=batching.ranks_per_block,
+            max_ranks_per_document=batching.max_ranks_per_document,
         )
     if upstream.is_share_of_node(stream):
         raise PackingError(

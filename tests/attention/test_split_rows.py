@@ -17,7 +17,7 @@ from tiny_models import enable_checkpointing
 import hf_packing as hfp
 from hf_packing.attention import inner_model, route_of
 from hf_packing.attention.kinds.split import ON_RANKS, block_of
-from hf_packing.batch.segments import part_of
+from hf_packing.training.kinds.split import part_of
 from hf_packing.columns import MAX_LENGTHS
 from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.rank_layout import RankLayout, RowPart, lay_out, plan_exchange

@@ -5,21 +5,30 @@ their weights in the loss of the step, which need the whole document, and the co
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packing.batch.collate import PackingCollator, Row
-from hf_packing.batch.segments import part_in, part_of, with_fillers
+from hf_packing.batch.segments import OF_SEGMENTS, BatchSegments, columns_of, part_in, with_fillers
+from hf_packing.checks import expect
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, LABELS, MAX_LENGTHS, SEQ_IDX
 from hf_packing.errors import PackingError
-from hf_packing.planning.rank_layout import RankLayout, RowPart
-from hf_packing.sampling.batching import Batching
+from hf_packing.planning.lengths import Array, IntArray, indices_in_groups, offsets_of, total_of
+from hf_packing.planning.rank_layout import LayoutCounts, RankLayout, RowPart, lay_out, plan_exchange
+from hf_packing.sampling.batching import Batching, EpochPlan
+from hf_packing.sampling.fill import mean_over_max
+from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.sizes import RowSizes
+from hf_packing.sampling.token_budget import MOST_LINEAR, TokenBudget
 from hf_packing.training.kinds.packed import NextTokens, PackedLabels
 from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss
+from hf_packing.training.ranks import data_rank
 
 
 class PartLabels(PackedLabels):
@@ -57,20 +66,94 @@ class PartLabels(PackedLabels):
         return super().next_tokens(predicts_next=False)
 
 
+def ranks_of(batching: Batching | None) -> int:
+    """Return the number of consecutive ranks that run a row together."""
+    return batching.max_ranks_per_document if isinstance(batching, TokenBudget) else 1
+
+
+@dataclass(frozen=True)
+class RowsOnRanks:
+    """Rows that are each on a block of several ranks.
+
+    Args:
+        ranks: the number of ranks of a block.
+        rank: this rank, from 0 in its block.
+        budget: decides how rows are laid out; None for as many tokens on each rank, so that documents are cut.
+    """
+
+    ranks: int
+    rank: int
+    budget: TokenBudget | None
+
+    @classmethod
+    def of(cls, ranks: int, accelerator: Accelerator, budget: TokenBudget | None) -> "RowsOnRanks":
+        """Return how this rank has rows.
+
+        Raises:
+            PackingError: the ranks of the run cannot be divided into blocks.
+        """
+        rank, world_size = data_rank(accelerator)
+        if world_size < accelerator.num_processes:
+            expect(1, "with tensor parallelism", max_ranks_per_document=ranks)
+        if world_size % ranks:
+            raise PackingError(
+                f"max_ranks_per_document: expected a number that divides the {world_size} ranks of this run, got "
+                f"{ranks}"
+            )
+        return cls(ranks, rank % ranks, budget)
+
+    def lay_out(self, lengths: IntArray) -> RankLayout:
+        """Return which tokens of a micro-batch with segments of these lengths each rank of its block holds."""
+        budget, most = self.budget, -(-total_of(lengths) // self.ranks)
+        if budget is None:
+            return lay_out(lengths, self.ranks, most, linear_cost=0)
+        cost = MOST_LINEAR if budget.balance == "tokens" else budget.usual_linear_cost
+        return lay_out(lengths, self.ranks, max(budget.max_tokens, most), cost)  # evaluations have rows of any size
+
+    def counted(self, summary: EpochSummary, plan: EpochPlan, sizes: RowSizes) -> EpochSummary:
+        """Return the summary of an epoch, given its plan for blocks in the place of ranks."""
+        assert self.budget is not None
+        lengths, segments = sizes.tokens[plan.rows], sizes.segments[plan.rows]
+        if sizes.seq_lengths is not None:
+            lengths = sizes.seq_lengths[indices_in_groups(offsets_of(sizes.segments), plan.rows)[0]]
+        layouts = [self.lay_out(row) for row in np.split(lengths, offsets_of(segments)[plan.offsets[1:-1]])]
+        tokens, attention_cost = (
+            np.concatenate([getattr(layout, name) for layout in layouts]) for name in ("tokens", "attention_cost")
+        )
+        is_own = np.repeat(~plan.is_copy[plan.offsets[:-1]], self.ranks)  # a copy is alone in a micro-batch
+        received = sum(plan_exchange(layout).num_received for layout in layouts)
+        world_size = plan.world_size * self.ranks
+
+        def utilization(of_rank: Array) -> float:
+            return mean_over_max(*((each.reshape(-1, world_size)) for each in (of_rank * is_own, of_rank)))
+
+        return replace(
+            summary,
+            world_size=world_size,
+            largest_micro_batch=int(tokens.max()),
+            token_utilization=utilization(tokens),
+            attention_utilization=utilization(attention_cost),
+            layout=LayoutCounts(
+                ranks=self.ranks,
+                split=sum(layout.num_split for layout in layouts),
+                utilization=utilization(self.budget.cost(tokens, attention_cost)),
+                received_per_token=received / total_of(tokens[is_own]),
+            ),
+        )
+
+
 @dataclass(frozen=True)
 class PartCollator:
     """A collator for one rank of a block, which makes its part of a row.
 
     Args:
         collate: makes the whole row.
-        batching: lays the documents of a row out on the ranks.
-        rank: the data rank.
+        rows: lays them out on the ranks.
         loss: what the loss is a mean over.
     """
 
     collate: PackingCollator
-    batching: Batching
-    rank: int
+    rows: RowsOnRanks
     loss: Loss
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
@@ -79,7 +162,7 @@ class PartCollator:
         if layout.tokens.min() == 0:  # every rank has to run something, and with as many segments as ranks, it does
             batch = with_fillers(batch, [1] * (layout.num_ranks - len(layout.lengths)))
             layout = self._layout_of(batch)
-        part = RowPart(layout, self.rank % layout.num_ranks)
+        part = RowPart(layout, self.rows.rank)
         weights, labels = PackedLabels(batch).weights(self.loss), batch[LABELS]
         if not self.collate.keep_first_labels:  # a token predicts the label of the next one
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))
@@ -88,7 +171,7 @@ class PartCollator:
         return {**own, COUNTS: torch.tensor(_counts(batch, part, self.loss))}
 
     def _layout_of(self, batch: Batch) -> RankLayout:
-        return self.batching.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
+        return self.rows.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
 
 
 def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[int]:
@@ -100,3 +183,25 @@ def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[int]:
     whole = PackedLabels(batch)
     documents, items = (0, 0) if part.rank else (whole.num_documents(), whole.items(loss))
     return [int(each) for each in (is_real[part.layout.places(part.rank)].sum(), documents, cost, items)]
+
+
+def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:
+    """Return the part of a batch that one rank of a block runs, whose segments are the rank's pieces of documents.
+
+    Args:
+        batch: a batch with one row, as PackingCollator makes it, on the CPU.
+        part: the layout of the row, and the rank.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> from hf_packing.planning.rank_layout import lay_out
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8, 9]}, {"input_ids": [1, 2]}])
+        >>> own = part_of(batch, RowPart(lay_out([5, 2], ranks=2, max_tokens=4), rank=0))
+        >>> own["input_ids"].tolist(), own["position_ids"].tolist(), own["cu_seq_lens_q"].tolist()
+        ([[5, 6, 9, 2]], [[0, 1, 4, 1]], [0, 2, 3, 4])
+    """
+    places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
+    own = {name: values[:, places] for name, values in batch.items() if name not in OF_SEGMENTS}
+    whole: BatchSegments = batch[MAX_LENGTHS[0]].segments
+    numbers = [whole.numbers[document] for document in part.pieces.document.tolist()]
+    return {**columns_of(whole._replace(lengths=lengths, numbers=numbers, part=part)), **own}
