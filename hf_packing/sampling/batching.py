@@ -278,8 +278,8 @@ class Batching(ABC):
         needed = ranks if self.needs_row_per_rank else 1
         if len(rows.kept) < needed:
             raise PackingError(
-                f"dataset: expected at least one row for each of {needed} ranks, got {len(rows.kept)} rows, not "
-                f"counting {len(rows.left_out)} empty or dropped rows"
+                f"dataset: expected at least one row for each of {needed} ranks or blocks of ranks, got "
+                f"{len(rows.kept)} rows, not counting {len(rows.left_out)} empty or dropped rows"
             )
         return rows
 

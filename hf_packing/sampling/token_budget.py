@@ -17,7 +17,7 @@ from hf_packing.checks import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import Array, FloatArray, IntArray, Overflow, total_of
-from hf_packing.planning.rank_layout import LINEAR_COST
+from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.batching import (
     CUT_WHEN_PACKED,
     Batching,
@@ -44,7 +44,7 @@ from hf_packing.trees.forest import check_fewest_shared
 
 Balance = Literal["attention", "tokens"]
 
-MOST_LINEAR = 1e12
+_MOST_LINEAR = 1e12
 """The largest linear_cost that is accepted. With this value, attention no longer affects the balance."""
 
 _ROWS_WITH_FEWER = {
@@ -158,8 +158,8 @@ class TokenBudget(Batching):
             match_documents_per_step=check_optional_number("match_documents_per_step", self.match_documents_per_step),
         )
         if self.linear_cost is not None:
-            what = f"a number from 0 to {MOST_LINEAR:g}, or None"
-            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, MOST_LINEAR, what))
+            what = f"a number from 0 to {_MOST_LINEAR:g}, or None"
+            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, what))
         schedule: object = self.length_schedule
         if not isinstance(schedule, LengthSchedule | None):
             raise PackingError(f"length_schedule: expected LengthSchedule(start, steps) or None, got {schedule!r}")
@@ -226,6 +226,21 @@ class TokenBudget(Batching):
             fits[large] = False
         fitted = cut_rows(sizes, self.longest_document, self.overflow) if cuts else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
+
+    def lay_out(self, lengths: IntArray) -> RankLayout:
+        """Return which tokens of a micro-batch each rank of its block holds.
+
+        Args:
+            lengths: integers [segments], tokens: the lengths of all segments of the micro-batch, row by row.
+
+        Example:
+            >>> budget = TokenBudget(12, max_ranks_per_document=2)
+            >>> budget.lay_out(np.array([16, 4, 4])).tokens.tolist()
+            [12, 12]
+        """
+        ranks = self.max_ranks_per_document
+        most = max(self.max_tokens, -(-total_of(lengths) // ranks))  # evaluations have micro-batches of any size
+        return lay_out(lengths, ranks, most, _MOST_LINEAR if self.balance == "tokens" else self.usual_linear_cost)
 
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
         """Return the number of micro-batches over all ranks, without those that only have copies of rows.

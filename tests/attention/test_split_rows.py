@@ -17,10 +17,10 @@ from tiny_models import enable_checkpointing
 import hf_packing as hfp
 from hf_packing.attention import inner_model, route_of
 from hf_packing.attention.kinds.split import ON_RANKS, block_of
-from hf_packing.training.kinds.split import part_of
 from hf_packing.columns import MAX_LENGTHS
 from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.rank_layout import RankLayout, RowPart, lay_out, plan_exchange
+from hf_packing.training.kinds.split import part_of
 from tools.tiny_model import tiny_model
 
 WINDOW = {"sliding_window": 6}

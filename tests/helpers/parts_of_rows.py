@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import hf_packing as hfp
 from hf_packing.attention import ON_RANKS, inner_model, route_of
-from hf_packing.training.kinds.split import part_of
 from hf_packing.planning.rank_layout import RowPart, lay_out
+from hf_packing.training.kinds.split import part_of
 
 
 def logits_of_part(model, ranks, lengths=(11, 5, 8)):

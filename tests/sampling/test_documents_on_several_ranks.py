@@ -11,9 +11,9 @@ import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.planning.rank_layout import plan_exchange
 from hf_packing.sampling.batching import Epoch
-from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.training.kinds.split import RowsOnRanks
 
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=80)
 
@@ -27,21 +27,18 @@ LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=80)
     overflow=st.sampled_from(["split", "truncate", "drop"]),
 )
 def test_blocks_share_every_epoch_exactly(lengths, ranks, blocks, accumulation, balance, overflow):
-    sizes, world_size = sizes_of_documents(np.array(lengths)), ranks * blocks
+    sizes = sizes_of_documents(np.array(lengths))
     budget = hfp.TokenBudget(40, max_ranks_per_document=ranks, balance=balance, overflow=overflow, linear_cost=9)
     fitted = budget.fit(sizes)
     assume(len(fitted.kept) >= blocks)
-    plans = [budget.plan(sizes, Epoch(number, world_size, accumulation)) for number in range(2)]
+    plans = [budget.plan(sizes, Epoch(number, blocks, accumulation)) for number in range(2)]
     assert len({plan.num_micro_batches for plan in plans}) == 1
     for plan in plans:
-        of_ranks = [list(plan.micro_batches(rank)) for rank in range(world_size)]
-        assert {len(of_rank) for of_rank in of_ranks} == {plan.num_micro_batches}
-        for block in range(blocks):
-            first, *others = of_ranks[block * ranks : (block + 1) * ranks]
-            assert all(other == first for other in others)
-        rows = [row for of_rank in of_ranks[::ranks] for micro_batch in of_rank for row in micro_batch]
+        micro_batches = [each for block in range(blocks) for each in plan.micro_batches(block)]
+        assert len(micro_batches) == blocks * plan.num_micro_batches
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
         assert Counter(row for row, is_copy in rows if not is_copy) == dict.fromkeys(fitted.kept.tolist(), 1)
-        for micro_batch in (micro_batch for of_rank in of_ranks[::ranks] for micro_batch in of_rank):
+        for micro_batch in micro_batches:
             layout = budget.lay_out(fitted.sizes.tokens[[row for row, _ in micro_batch]])
             assert layout.num_ranks == ranks
             assert layout.tokens.max() <= 40
@@ -62,24 +59,18 @@ def test_blocks_are_planned_like_ranks_with_more_tokens(lengths, max_tokens, ran
     assume(np.count_nonzero(lengths) >= world_size)
     alone = hfp.TokenBudget(ranks * max_tokens).plan(sizes, Epoch(1, world_size, accumulation))
     budget = hfp.TokenBudget(max_tokens, max_ranks_per_document=ranks)
-    blocks = budget.plan(sizes, Epoch(1, ranks * world_size, accumulation))
+    blocks = budget.plan(sizes, Epoch(1, world_size, accumulation))
     assert blocks.num_micro_batches == alone.num_micro_batches
-    for rank in range(ranks * world_size):
-        assert list(blocks.micro_batches(rank)) == list(alone.micro_batches(rank // ranks))
+    for rank in range(world_size):
+        assert list(blocks.micro_batches(rank)) == list(alone.micro_batches(rank))
 
 
-@given(lengths=LENGTHS, rows=st.integers(1, 9), blocks=st.integers(1, 4))
-def test_evaluations_have_rows_on_blocks_as_on_ranks(lengths, rows, blocks):
-    """Rows of any length are laid out, since nothing limits them."""
-    sizes = sizes_of_documents(np.array(lengths))
-    assume(np.count_nonzero(lengths))
-    alone, wide = InOrder(rows).plan(sizes, Epoch(0, blocks)), InOrder(rows, ranks=3).plan(sizes, Epoch(0, 3 * blocks))
-    budget = hfp.TokenBudget(1, max_ranks_per_document=3)
-    for rank in range(3 * blocks):
-        assert list(wide.micro_batches(rank)) == list(alone.micro_batches(rank // 3))
-        for micro_batch in wide.micro_batches(rank):
-            row = np.array([lengths[number] for number, _ in micro_batch])
-            assert budget.lay_out(row).tokens.max() <= -(-row.sum() // 3)
+@given(lengths=LENGTHS, ranks=st.integers(2, 5))
+def test_rows_of_any_size_are_laid_out_evenly(lengths, ranks):
+    row = np.array([length for length in lengths if length])
+    assume(len(row))
+    for rows in (RowsOnRanks(ranks, 0, None), RowsOnRanks(ranks, 0, hfp.TokenBudget(1, max_ranks_per_document=ranks))):
+        assert rows.lay_out(row).tokens.max() <= -(-row.sum() // ranks)
 
 
 @pytest.mark.parametrize(("overflow", "kept", "lost"), [("drop", [9, 5], 21), ("truncate", [9, 20, 5], 1)])
@@ -94,17 +85,24 @@ def test_steps_do_not_depend_on_how_many_ranks_run_them():
     budget = hfp.TokenBudget(200, max_ranks_per_document=2)
 
     def steps(world_size, accumulation):
-        plan = budget.plan(sizes, Epoch(0, world_size, accumulation))
-        per_step = plan.num_blocks * accumulation
+        plan = budget.plan(sizes, Epoch(0, world_size // 2, accumulation))
+        per_step = plan.world_size * accumulation
         return [set(rows.tolist()) for rows in np.split(plan.rows, plan.offsets[per_step:-1:per_step])]
 
     assert steps(8, 1) == steps(4, 2) == steps(2, 4)
     assert len(steps(8, 1)) > 5
-    sampler = RankBatchSampler(budget, sizes, 8)
-    RankBatchSampler(budget, sizes, 4, accumulation=2).check_can_resume(sampler.plan_inputs())
-    other = RankBatchSampler(hfp.TokenBudget(200, max_ranks_per_document=4), sizes, 8)
+    sampler = RankBatchSampler(budget, sizes, 4)
+    RankBatchSampler(budget, sizes, 2, accumulation=2).check_can_resume(sampler.plan_inputs())
+    other = RankBatchSampler(hfp.TokenBudget(200, max_ranks_per_document=4), sizes, 4)
     with pytest.raises(PackingError, match="batching: expected .*max_ranks_per_document=2.* got .*=4"):
         other.check_can_resume(sampler.plan_inputs())
+
+
+def sampler_of(budget, sizes, ranks):
+    """The sampler of a run on so many ranks."""
+    sampler = RankBatchSampler(budget, sizes, ranks // budget.max_ranks_per_document)
+    sampler.on_ranks = RowsOnRanks(budget.max_ranks_per_document, 0, budget)
+    return sampler
 
 
 def long_and_short(rng):
@@ -115,12 +113,12 @@ def test_documents_on_several_ranks_are_counted(rng):
     """In the summary, as added up over micro-batches and ranks one by one."""
     lengths = long_and_short(rng)
     budget = hfp.TokenBudget(1000, max_ranks_per_document=8, linear_cost=300)
-    sampler = RankBatchSampler(budget, sizes_of_documents(lengths), 16)
+    sampler = sampler_of(budget, sizes_of_documents(lengths), 16)
     split, received, busy, tokens = 0, 0, [], []
     for number in range(len(sampler)):
         work, held = [], []
         for block in range(2):
-            layout = budget.lay_out(lengths[[row for row, _ in sampler.plan.micro_batch(number, 8 * block)]])
+            layout = budget.lay_out(lengths[[row for row, _ in sampler.plan.micro_batch(number, block)]])
             split += layout.num_split
             received += plan_exchange(layout).num_received
             held += layout.tokens.tolist()
@@ -143,7 +141,7 @@ def test_packed_rows_are_laid_out_by_their_documents(rng):
     lengths = long_and_short(rng)
     packs = hfp.plan_packing(lengths, hfp.BestFit(8000))
     budget = hfp.TokenBudget(1000, max_ranks_per_document=8, linear_cost=300)
-    sampler = RankBatchSampler(budget, sizes_of_packs(packs.segment_length, packs.pack_offsets), 8)
+    sampler = sampler_of(budget, sizes_of_packs(packs.segment_length, packs.pack_offsets), 8)
     summary = sampler.summary()
     assert summary.largest_micro_batch == 1000
     rows = np.split(packs.segment_length, packs.pack_offsets[1:-1])
@@ -153,7 +151,7 @@ def test_packed_rows_are_laid_out_by_their_documents(rng):
 
 def test_copies_are_no_work():
     budget = hfp.TokenBudget(100, max_ranks_per_document=2)
-    summary = RankBatchSampler(budget, sizes_of_documents(np.full(3, 200)), 4).summary()
+    summary = sampler_of(budget, sizes_of_documents(np.full(3, 200)), 4).summary()
     assert summary.copies == 1
     assert summary.layout.utilization == 0.75
     assert summary.layout.received_per_token == 0.75 * 4 / 3  # a copy is exchanged, too

@@ -28,7 +28,7 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model
-from hf_packing.training.kinds.split import PartCollator
+from hf_packing.training.kinds.split import PartCollator, RowsOnRanks
 from hf_packing.training.losses import COUNTS
 from tools.tiny_model import tiny_model
 
@@ -224,7 +224,8 @@ def test_evaluation_is_that_of_one_process(tmp_path):
 @example(lengths=[11], ranks=5)
 def test_every_rank_has_tokens_however_few_a_row_has(lengths, ranks):
     rows, batching = [{"input_ids": [*range(5, 5 + length)]} for length in lengths], budget(ranks)
-    parts = [PartCollator(hfp.PackingCollator(), batching, rank, "token")(rows) for rank in range(ranks)]
+    on_ranks = [RowsOnRanks(ranks, rank, batching) for rank in range(ranks)]
+    parts = [PartCollator(hfp.PackingCollator(), each, "token")(rows) for each in on_ranks]
     assert all(part["input_ids"].numel() for part in parts)
     tokens, documents = np.sum([part[COUNTS].tolist() for part in parts], axis=0)[:2]
     assert (tokens, documents) == (sum(lengths), len(lengths))
@@ -425,3 +426,9 @@ def test_refusals_are_the_same_on_all_ranks(tmp_path):
     proven, found = one["far back"].split("; after 1 batches: ")
     assert proven.startswith("step: proven on the first training batch: ")
     assert "on 4 documents of up to 300 tokens, 390 in all, in training mode and float32, replacing documents" in found
+
+
+def test_ranks_that_are_no_multiple_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(hfp.PackingError, match="max_ranks_per_document: .* divides the 1 ranks of this run, got 2"):
+        hfp.attach(trainer, hfp.TokenBudget(8, max_ranks_per_document=2))

@@ -25,7 +25,7 @@ from hf_packing.sampling.batching import Batching, EpochPlan
 from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.sizes import RowSizes
-from hf_packing.sampling.token_budget import MOST_LINEAR, TokenBudget
+from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.kinds.packed import NextTokens, PackedLabels
 from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss
 from hf_packing.training.ranks import data_rank
@@ -104,11 +104,9 @@ class RowsOnRanks:
 
     def lay_out(self, lengths: IntArray) -> RankLayout:
         """Return which tokens of a micro-batch with segments of these lengths each rank of its block holds."""
-        budget, most = self.budget, -(-total_of(lengths) // self.ranks)
-        if budget is None:
-            return lay_out(lengths, self.ranks, most, linear_cost=0)
-        cost = MOST_LINEAR if budget.balance == "tokens" else budget.usual_linear_cost
-        return lay_out(lengths, self.ranks, max(budget.max_tokens, most), cost)  # evaluations have rows of any size
+        if self.budget is not None:
+            return self.budget.lay_out(lengths)
+        return lay_out(lengths, self.ranks, -(-total_of(lengths) // self.ranks), linear_cost=0)
 
     def counted(self, summary: EpochSummary, plan: EpochPlan, sizes: RowSizes) -> EpochSummary:
         """Return the summary of an epoch, given its plan for blocks in the place of ranks."""
