@@ -28,7 +28,6 @@ class TracedRow(NamedTuple):
     max_length: int
     """Number of tokens in the longest segment, or more."""
     sees_others: bool = False
-    unit: str = "segment"
 
 
 def attend_exactly(

@@ -132,7 +132,7 @@ def packed_varlen(
     asked: dict[str, Any] = {}
     if isinstance(row, Layout):
         k, v, asked = row.gather_keys(k, v, where, is_causal, local.window, local.chunk)
-    kernel = choose(module, q, v, row, options | asked)
+    kernel = choose(module, q, v, options | asked)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     exactly: Any = attend_exactly_compiled if isinstance(row, TracedRow) else attend_exactly
     attended = (exactly if kernel is None else kernel.attend)(q, k, v, row, **options)

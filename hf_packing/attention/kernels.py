@@ -73,8 +73,6 @@ class Call(NamedTuple):
     come from elsewhere, and "window on both sides" of queries with such keys."""
     hub: str | None = None
     """The name of the layer's kernel from the hub, or None."""
-    unit: str = "segment"
-    """What exact attention computes one by one in the row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,8 +254,8 @@ def _kernels_for(hub: str | None) -> list[Kernel]:
     return KERNELS if hub is None else [hub_kernel(hub), *KERNELS]
 
 
-EXACT = "exact attention"
-"""What `kernel_of` returns for attention that runs without a kernel, followed by "segment by segment" or the like."""
+EXACT = "exact attention, segment by segment"
+"""What `kernel_of` returns for attention that runs without a kernel."""
 
 _latest: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The kernel on which the latest call of each attention layer ran. Compiled layers do not enter theirs here."""
@@ -276,8 +274,7 @@ def kernel_of(model: nn.Module) -> str:
 
     Returns:
         The names of the kernels, such as "flash-attn 2" or "torch varlen_attn", joined by " and "; or "exact attention,
-        segment by segment", or "path by path" in a row of trees. An empty string if no layer has called `packed_varlen`
-        yet.
+        segment by segment". An empty string if no layer has called `packed_varlen` yet.
     """
     return " and ".join(sorted(_ran_on(model)))
 
@@ -291,24 +288,21 @@ def switched_off() -> AbstractContextManager[None]:
     return within(_is_off, True)
 
 
-def choose(
-    layer: nn.Module, query: Tensor, value: Tensor, row: Layout | TracedRow, options: Arguments
-) -> Kernel | None:
+def choose(layer: nn.Module, query: Tensor, value: Tensor, options: Arguments) -> Kernel | None:
     """Return the kernel on which an attention call of a layer runs, or None for exact attention.
 
     Args:
         layer: the module that computes attention.
-        row: the row, whose documents may share prefixes, or be on several ranks.
         options: arguments of `attend_exactly` that a kernel may not take.
     """
     is_traced = torch.compiler.is_compiling()
     kernel, hub = None, getattr(layer, HUB_KERNEL, None)
     if query.device.type in DEVICES and (is_traced or not _is_off.get()):
         asked = [name for name, value in options.items() if isinstance(value, Tensor) or value]
-        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub, row.unit)
+        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub)
         kernel = next((kernel for kernel in _kernels_for(hub) if kernel.name == name), None)
     if not is_traced:
-        _latest[layer] = f"{EXACT}, {row.unit} by {row.unit}" if kernel is None else kernel.name
+        _latest[layer] = EXACT if kernel is None else kernel.name
     return kernel
 
 
@@ -322,7 +316,7 @@ def _choose(*fields: Any) -> str | None:
         if _chosen[call] is None and not _struck and call.dtype != torch.float64:  # which only checks use
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
             _warn(
-                f"attention runs {call.unit} by {call.unit}, which is exact, but slow ({reasons}). Kernels need "
+                f"attention runs segment by segment, which is exact, but slow ({reasons}). Kernels need "
                 "bfloat16 or float16, as with bf16=True or fp16=True, and no attention dropout; for packed rows with "
                 "it, run `pip install flash-attn --no-build-isolation`"
             )

@@ -56,8 +56,6 @@ class Layout:
 
     sees_others: ClassVar[bool] = False
     """Whether a segment may have keys that are not its own. Then no borders between segments describe its attention."""
-    unit: ClassVar[str] = "segment"
-    """What is computed one by one where a module or attention takes no whole row."""
     most_tokens_of_call: ClassVar[float] = inf
     """The most tokens of one call of a module on several segments or paths."""
 

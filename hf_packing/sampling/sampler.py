@@ -203,12 +203,15 @@ class RankBatchSampler:
         trees = self.sizes.trees or TreeCounts(0, 0, 0)
         tokens = total_of(fitted.sizes.tokens[fitted.kept])
         documents = total_of(fitted.sizes.segments[fitted.kept])
-        sizes, multiple = fitted.sizes, self.batching.align_tokens
-        in_batches = -(-plan.per_micro_batch(sizes.tokens) // multiple) * multiple
-        summary = EpochSummary(
+        held, sizes, layout = (
+            (plan, fitted.sizes, None) if self.on_ranks is None else self.on_ranks.parts(plan, fitted.sizes)
+        )
+        multiple = self.batching.align_tokens
+        in_batches = -(-held.per_micro_batch(sizes.tokens) // multiple) * multiple
+        return EpochSummary(
             optimizer_steps=steps,
             num_micro_batches=plan.num_micro_batches,
-            world_size=plan.world_size,
+            world_size=held.world_size,
             documents=documents,
             tokens=tokens,
             documents_per_step=documents / steps,
@@ -224,11 +227,11 @@ class RankBatchSampler:
             length_schedule=getattr(self.batching, "length_schedule", None),
             isolation=isolation,
             largest_micro_batch=int(in_batches.max()),
-            token_utilization=plan.utilization(sizes.tokens),
-            attention_utilization=plan.utilization(sizes.squared_lengths),
+            token_utilization=held.utilization(sizes.tokens),
+            attention_utilization=held.utilization(sizes.squared_lengths),
             filled=int(in_batches.sum() - sizes.tokens[plan.rows].sum()) if multiple > 1 else None,
+            layout=layout,
         )
-        return summary if self.on_ranks is None else self.on_ranks.counted(summary, plan, sizes)
 
     def _can_match(self, documents: int) -> bool:
         """Return whether match_documents_per_step can be set to `documents`, a number of documents per optimizer step.

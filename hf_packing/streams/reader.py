@@ -101,22 +101,19 @@ _COUNTED = 4096
 
 
 def shares_of(examples: upstream.Examples, shares: int) -> list[Share]:
-    """Divide the shards of a stream into equal shares: of documents if the stream is small, or else of bytes."""
-    sizes = sizes_of_shards(examples)
-    documents = documents_of_shards(examples) if sum(sizes) < _SMALL else None
-    return equal_shares(documents or sizes, shares, documents)
+    """Divide the shards of a stream into equal shares: of documents if they are few, or else of bytes."""
+    documents = documents_of_shards(examples)
+    return equal_shares(documents or sizes_of_shards(examples), shares, documents)
 
 
 _known_documents: WeakKeyDictionary[upstream.Examples, list[int] | None] = WeakKeyDictionary()
 
 
 def documents_of_shards(examples: upstream.Examples) -> list[int] | None:
-    """Return the number of documents in each shard; None if it is not known, and they are not few."""
+    """Return the number of documents in each shard; None if they are not few."""
     if examples not in _known_documents:
-        documents = upstream.documents_of_shards(examples)
-        if documents is None and sum(sizes_of_shards(examples)) < _SMALL:
-            documents = _count_documents(examples)
-        _known_documents[examples] = documents
+        is_small = sum(sizes_of_shards(examples)) < _SMALL
+        _known_documents[examples] = _count_documents(examples) if is_small else None
     return _known_documents[examples]
 
 
@@ -133,19 +130,13 @@ def _count_documents(examples: upstream.Examples) -> list[int] | None:
 
 
 def documents_of_shares(documents: Sequence[int], shares: Sequence[Share]) -> list[int]:
-    """Return the number of documents in each share, given those of each shard.
+    """Return the number of documents in each share, given those of each shard, of which the shares are.
 
     Example:
-        >>> documents_of_shares([6, 2], equal_shares([2, 1], 2))
-        [5, 3]
+        >>> documents_of_shares([6, 3], equal_shares([6, 3], 2, [6, 3]))
+        [4, 5]
     """
-
-    def taken(part: Part) -> int:
-        turns = turns_of(part.pieces) == part.number
-        whole, rest = divmod(documents[part.shard], len(turns))
-        return int(whole * turns.sum() + turns[:rest].sum())
-
-    return [sum(map(taken, share)) for share in shares]
+    return [sum(documents[shard] * of[own] // sum(of) for shard, own, of in share) for share in shares]
 
 
 def sizes_of_shards(examples: upstream.Examples) -> list[float]:

@@ -12,12 +12,10 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from datasets import iterable_dataset
 from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
     CyclingMultiSourcesExamplesIterable,
-    FilteredExamplesIterable,
     FormattedExamplesIterable,
     HorizontallyConcatenatedMultiSourcesExamplesIterable,
     MappedExamplesIterable,
@@ -213,26 +211,6 @@ def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] 
     return list(zip(files, arguments.get("row_groups_list") or [None] * len(files), strict=True))
 
 
-def documents_of_shards(examples: Examples) -> list[int] | None:
-    """Return the number of documents in each shard of datasets, or of parquet files on this machine.
-
-    The result is None if only reading the documents says how many there are.
-    """
-    if within := inner(examples):
-        changing = FilteredExamplesIterable, RepeatExamplesIterable
-        if isinstance(examples, changing) or getattr(examples, "batched", False):
-            return None
-        return _one_after_another(examples, [documents_of_shards(each) for each in within])
-    shards = getattr(examples, "kwargs", {}).get("shards", ())
-    if shards and all(isinstance(each, datasets.Dataset) for each in shards):
-        return [*map(len, shards)]
-    files = shard_files(examples) or []
-    if not files or not all(file.endswith(".parquet") and os.path.isfile(file) for file, _ in files):
-        return None
-    rows = {file: _rows_of_groups(file) for file in dict.fromkeys(file for file, _ in files)}
-    return [sum(rows[file] if groups is None else np.take(rows[file], groups)) for file, groups in files]
-
-
 def _one_after_another(examples: Examples, found: list[Any]) -> list[Any] | None:
     """Return what was found of the shards of the streams that an object reads one after another; None for others."""
     in_order = (
@@ -246,8 +224,3 @@ def _one_after_another(examples: Examples, found: list[Any]) -> list[Any] | None
     if None in found or not isinstance(examples, in_order) or depends_on_places(examples):
         return None
     return [*chain.from_iterable(found)]
-
-
-def _rows_of_groups(file: str) -> list[int]:
-    metadata = pq.read_metadata(file)
-    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]

@@ -233,7 +233,7 @@ def test_patched_models_on_trees(name, dtype):
     batch = {each: value.cuda() for each, value in inputs_of(CHAT).items()}
     report = hfp.check_isolation(model, batch=batch)
     assert report.isolated
-    assert ("path by path" in report.kernel) is (dtype == torch.float32)
+    assert ("segment by segment" in report.kernel) is (dtype == torch.float32)
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable()

@@ -157,7 +157,7 @@ def use(*table):
 def test_the_first_kernel_that_takes_a_call_runs_it():
     absent = VarlenKernel("flash-attn 3", lambda: None)
     use(absent, stand_in("flash-attn 2", NEWEST), SECOND, FlexOnCpu())
-    assert choose() == choose(window=3) == choose(softcap=2.0) == choose(in_trees=True) == "flash-attn 2"
+    assert choose() == choose(window=3) == choose(softcap=2.0) == "flash-attn 2"
     assert choose(sinks=torch.zeros(4)) == "FlexAttention"
     use(absent, SECOND, FlexOnCpu())
     assert choose() == TORCH_KERNEL
@@ -170,14 +170,11 @@ def test_the_first_kernel_that_takes_a_call_runs_it():
     [
         ({"dtype": torch.float32}, "takes no torch.float32.*Kernels need bfloat16 or float16"),
         ({"dropout": 0.1}, "takes no dropout.*for packed rows with it, run `pip install flash-attn"),
-        ({"dropout": 0.1, "in_trees": True}, "takes no dropout.*and no attention dropout"),
     ],
 )
 def test_a_warning_says_why_there_is_no_kernel(change, advice):
-    """Rows of trees have a warning of their own."""
     use(SECOND)
-    slowly = "runs path by path" if "in_trees" in change else "runs segment by segment"
-    with pytest.warns(UserWarning, match=f"^attention {slowly}, which is exact, but slow .*{advice}"):
+    with pytest.warns(UserWarning, match=f"^attention runs segment by segment, which is exact, but slow .*{advice}"):
         assert choose(**change) is None
     assert choose(**change, window=3) is None, "without another warning"
     assert choose() == TORCH_KERNEL
@@ -391,7 +388,7 @@ def test_the_report_names_the_kernel(request, monkeypatch):
         on_cpu.setattr(kernels, "_choose", lambda *_: pytest.fail("looked for"))
         model = patched("Llama", trees=True)
         model(**inputs_of(CHAT))
-        assert kernel_of(model) == "exact attention, path by path"
+        assert kernel_of(model) == "exact attention, segment by segment"
         report = hfp.check_isolation(model)
     assert report.kernel == kernel_of(model) == EXACT
     assert str(report).endswith(f"\nkernel: {EXACT}")

@@ -48,7 +48,7 @@ def test_a_model_takes_trees_once_they_are_proven():
     logits = model(**inputs_of(CHAT)).logits
     assert "trees" in route_of(model).facts.proven
     assert model.training
-    assert kernel_of(model) == "exact attention, path by path"
+    assert kernel_of(model) == "exact attention, segment by segment"
     again = model(**inputs_of(CHAT)).logits
     assert torch.equal(logits, again)
     with hfp.unpatch_model(model):

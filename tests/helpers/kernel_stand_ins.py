@@ -13,9 +13,7 @@ import torch
 from hf_packing.attention import kernels
 from hf_packing.attention.exact import attend_exactly, attend_with_scores
 from hf_packing.attention.kernels import VarlenKernel
-from hf_packing.attention.kinds.trees import TreeLayout
 from hf_packing.attention.layout import Layout
-from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import SIGNATURES, function_with
 
 KNOWN = json.loads(SIGNATURES.read_text())
@@ -99,8 +97,7 @@ def tensors(dim=16, value_dim=16, dtype=torch.float64, tokens=12):
 def choose(dtype=torch.bfloat16, layer=None, **changes):
     """The name of the kernel that is chosen for a call, or None."""
     query, _, value = tensors(dtype=dtype)
-    row = TreeLayout.of(TreeSegments((6, 6), (-1, 0))) if changes.pop("in_trees", False) else Layout.of([12])
-    kernel = kernels.choose(layer or torch.nn.Identity(), query, value, row, {"dropout": 0.0} | changes)
+    kernel = kernels.choose(layer or torch.nn.Identity(), query, value, {"dropout": 0.0} | changes)
     return None if kernel is None else kernel.name
 
 

@@ -56,7 +56,6 @@ class TreeLayout(Layout):
     """The segments of a row of trees, some of which have parents."""
 
     sees_others = True
-    unit = "path"
     most_tokens_of_call: ClassVar[float] = 4096
     """Together, paths may have many times the tokens of the row, and large tensors are slow: with all paths in one
     call, Mamba ran at a third of its speed."""

@@ -5,7 +5,7 @@ their weights in the loss of the step, which need the whole document, and the co
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,9 @@ from hf_packing.batch.segments import OF_SEGMENTS, BatchSegments, columns_of, pa
 from hf_packing.checks import expect
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, LABELS, MAX_LENGTHS, SEQ_IDX
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Array, IntArray, indices_in_groups, offsets_of, total_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, offsets_of, total_of
 from hf_packing.planning.rank_layout import LayoutCounts, RankLayout, RowPart, lay_out, plan_exchange
 from hf_packing.sampling.batching import Batching, EpochPlan
-from hf_packing.sampling.fill import mean_over_max
-from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.kinds.packed import NextTokens, PackedLabels
@@ -108,36 +106,32 @@ class RowsOnRanks:
             return self.budget.lay_out(lengths)
         return lay_out(lengths, self.ranks, -(-total_of(lengths) // self.ranks), linear_cost=0)
 
-    def counted(self, summary: EpochSummary, plan: EpochPlan, sizes: RowSizes) -> EpochSummary:
-        """Return the summary of an epoch, given its plan for blocks in the place of ranks."""
+    def parts(self, plan: EpochPlan, sizes: RowSizes) -> tuple[EpochPlan, RowSizes, LayoutCounts]:
+        """Return the plan of the parts that ranks have of the rows of blocks, the sizes of the parts, and their counts.
+
+        Args:
+            plan: the plan of an epoch for blocks in the place of ranks.
+            sizes: the sizes of rows.
+        """
         assert self.budget is not None
         lengths, segments = sizes.tokens[plan.rows], sizes.segments[plan.rows]
         if sizes.seq_lengths is not None:
             lengths = sizes.seq_lengths[indices_in_groups(offsets_of(sizes.segments), plan.rows)[0]]
         layouts = [self.lay_out(row) for row in np.split(lengths, offsets_of(segments)[plan.offsets[1:-1]])]
-        tokens, attention_cost = (
+        tokens, attention = (
             np.concatenate([getattr(layout, name) for layout in layouts]) for name in ("tokens", "attention_cost")
         )
-        is_own = np.repeat(~plan.is_copy[plan.offsets[:-1]], self.ranks)  # a copy is alone in a micro-batch
-        received = sum(plan_exchange(layout).num_received for layout in layouts)
-        world_size = plan.world_size * self.ranks
-
-        def utilization(of_rank: Array) -> float:
-            return mean_over_max(*((each.reshape(-1, world_size)) for each in (of_rank * is_own, of_rank)))
-
-        return replace(
-            summary,
-            world_size=world_size,
-            largest_micro_batch=int(tokens.max()),
-            token_utilization=utilization(tokens),
-            attention_utilization=utilization(attention_cost),
-            layout=LayoutCounts(
-                ranks=self.ranks,
-                split=sum(layout.num_split for layout in layouts),
-                utilization=utilization(self.budget.cost(tokens, attention_cost)),
-                received_per_token=received / total_of(tokens[is_own]),
-            ),
+        numbers, is_copy = np.arange(len(tokens)), np.repeat(plan.is_copy[plan.offsets[:-1]], self.ranks)
+        parts = EpochPlan(
+            plan.world_size * self.ranks, numbers, is_copy, np.append(numbers, len(tokens)), plan.left_out
         )
+        counts = LayoutCounts(
+            ranks=self.ranks,
+            split=sum(layout.num_split for layout in layouts),
+            utilization=parts.utilization(self.budget.cost(tokens, attention)),
+            received_per_token=sum(plan_exchange(each).num_received for each in layouts) / total_of(tokens[~is_copy]),
+        )
+        return parts, RowSizes(tokens, np.ones_like(tokens), attention), counts
 
 
 @dataclass(frozen=True)
