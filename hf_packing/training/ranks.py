@@ -60,7 +60,7 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
 
     Args:
         act: a function that plans batches, and notes the data and settings in its argument, a PlannedFrom. The function
-            must not wait for other ranks.
+            must not wait for other ranks after code that may fail on some of them.
 
     Raises:
         PackingError: data or settings differ between ranks (raised on every rank), or `act` failed on another rank.
