@@ -72,7 +72,7 @@ def budget() -> hfp.TokenBudget:
 
 def rows_of(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
     """Return the lengths of the documents of each row, in the order in which the blocks run them."""
-    plan = budget().plan(sizes_of_documents(lengths), Epoch(0, world_size=ranks))
+    plan = budget().plan(sizes_of_documents(lengths), Epoch(0, world_size=ranks // RANKS_PER_BLOCK))
     return np.split(lengths[plan.rows], plan.offsets[1:-1])
 
 
