@@ -531,6 +531,10 @@ BUDGET = hfp.TokenBudget(64)
 TAKES_ALL = {"remove_unused_columns": False}
 
 
+LIKE_OURS = ("targets", "counts")
+"""Names that sound like those of keys that the package adds to batches."""
+
+
 def columns_of(rows):
     """Numbers that follow from the tokens, so that every batch can be checked alone."""
     return {
@@ -538,6 +542,7 @@ def columns_of(rows):
         "weights": [[token / 100 for token in row] for row in rows],
         "kinds": [[token % 7 for token in row] for row in rows],
         "marked": [[token % 2 == 0 for token in row] for row in rows],
+        **{key: [[token % 5 for token in row] for row in rows] for key in LIKE_OURS},
     }
 
 
@@ -560,6 +565,7 @@ def check(batch):
     assert torch.allclose(batch["weights"], torch.where(own, tokens / 100, zero.float()))
     assert torch.equal(batch["kinds"], torch.where(own, tokens % 7, zero))
     assert torch.equal(batch["marked"], torch.where(own, tokens % 2 == 0, zero.bool()))
+    assert all(torch.equal(batch[name], torch.where(own, tokens % 5, zero)) for name in LIKE_OURS)
     assert [batch[name].dtype for name in ("weights", "kinds", "marked")] == [torch.float32, torch.int64, torch.bool]
     assert not {"text", "pairs"} & set(batch)
 
@@ -572,7 +578,7 @@ class Checked(Trainer):
             check(inputs)
             self.seen += 1
             self.filled += int((inputs.get("seq_idx", torch.zeros(1)) < 0).any())
-        given = {name: inputs[name] for name in inputs if name not in ("weights", "kinds", "marked")}
+        given = {name: inputs[name] for name in inputs if name not in ("weights", "kinds", "marked", *LIKE_OURS)}
         outputs = model(**given)
         labels = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
         losses = F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
@@ -632,7 +638,8 @@ def with_weights_proven():
 
 
 @pytest.mark.parametrize(
-    ("make", "left"), [(with_weights_proven, "kinds, marked"), (patched, "kinds, marked, weights")]
+    ("make", "left"),
+    [(with_weights_proven, "counts, kinds, marked, targets"), (patched, "counts, kinds, marked, targets, weights")],
 )
 def test_the_model_gets_what_its_forward_takes(tmp_path, make, left):
     """As Trainer does it by default. Others are left out and named."""

@@ -201,6 +201,11 @@ TREES = [
 WHOLE = hfp.TokenBudget(160)
 
 
+def without_data(of):
+    trainer = of()
+    return of.noted(Trainer(trainer.model, trainer.args), {"train_dataset": None})
+
+
 def on_rows(of, change):
     trainer = rows_trainer_of("classifier", of.folder, patched=True)
     return of.noted(trainer, {"train_dataset": change(trainer.train_dataset)})
@@ -313,6 +318,7 @@ WIDE = hfp.TokenBudget(96)
 MATCHING = hfp.TokenBudget(48, match_documents_per_step=3)
 FEW = hfp.TokenBudget(96, share_prefixes=2, max_documents=3)
 STREAMS = [
+    ("train_dataset", lambda of: hfp.attach(without_data(of), BUDGET)),
     ("train_dataset", lambda of: hfp.attach(of(data=packed(streams=None)), BUDGET)),
     ("train_dataset", lambda of: hfp.attach(of(data=packed().filter(bool)), BUDGET)),
     ("train_dataset", lambda of: hfp.attach(of(data=stream().map(hfp.BestFit(48), batched=True)), BUDGET)),

@@ -801,6 +801,8 @@ def test_what_check_step_refuses(tmp_path):
     hfp.attach(trainer, BUDGET)
     with pytest.raises(hfp.PackingError, match="^loss: "):
         hfp.check_step(trainer, loss=plain)
+    with pytest.raises(hfp.PackingError, match="^batch: expected None for a trainer whose batches attach has planned"):
+        hfp.check_step(trainer, batch)
     assert hfp.check_step(trainer).same
 
 
