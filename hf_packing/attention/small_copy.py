@@ -220,7 +220,7 @@ def _scale_of(name: str, parameter: nn.Parameter) -> float:
     case."""
     if any(part in name for part in ("embed", "wte", "wpe")):
         return 0.7
-    if "conv1d" in name:  # whose rounding recurrent layers enlarge
+    if "conv1d" in name and parameter.dim() == 3:  # whose rounding recurrent layers enlarge
         return 0.5
     of_experts = parameter.dim() > 2 and "experts" in name
     inputs = parameter.shape[-2] if of_experts else parameter.shape[1:].numel()

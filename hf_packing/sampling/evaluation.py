@@ -30,9 +30,8 @@ class InOrder(Batching):
 
     Args:
         rows_per_batch: the most rows in a micro-batch; None if tokens and documents are the only limits.
-        max_tokens: the most tokens in a micro-batch, which is rounded down to a multiple of
-            align_tokens; None for no limit. With rows_per_batch, a row of more tokens is not refused, but alone in a
-            micro-batch.
+        max_tokens: the most tokens in a micro-batch, which is rounded down to a multiple of align_tokens; None for no
+            limit. With rows_per_batch, a row of more tokens is not refused, but alone in a micro-batch.
         max_documents: the most documents in a micro-batch; None for no limit.
         max_length: the most tokens that a document may have; None for no limit, and for packed rows.
         overflow: treatment of documents with more tokens.

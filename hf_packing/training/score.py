@@ -32,7 +32,7 @@ from hf_packing.attention import (
     predicts_tokens,
     sees_labels,
 )
-from hf_packing.batch.collate import PackingCollator, is_tree_batch, read_integers
+from hf_packing.batch.collate import PackingCollator, read_integers
 from hf_packing.checks import check_choice, check_whole_number
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
@@ -337,7 +337,7 @@ def document_logps(model: nn.Module, batch: Batch) -> Tensor:
         raise PackingError("batch: expected whole documents, got a part of a row; train without max_ranks_per_document")
     check_patched(model)
     check_predicts_next(model)
-    if is_tree_batch(batch):
+    if of.shares_tokens:
         patch_model(model, trees=True)  # the proof reads all logits, as the forward below does not
     following = of.next_tokens()
     log_probs = results_of_labels(model, inputs_of_model(batch), following.predictors, following.labels, log_probs_of)

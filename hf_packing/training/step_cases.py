@@ -386,12 +386,10 @@ def _without_padding(batch: Batch) -> Batch | None:
 
 def _with_padding(batch: Batch, padding: int, model: PreTrainedModel) -> Batch:
     """Return a padded batch with more padding on the right of everything that has a value for each token."""
-    mask = batch.get(ATTENTION_MASK, batch.get(INPUT_IDS))
+    shape = getattr(batch.get(ATTENTION_MASK, batch.get(INPUT_IDS)), "shape", None)
     fill = {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token_of(model) or 0}
     return {
-        name: F.pad(each, (0, padding), value=fill.get(name, 0))
-        if mask is not None and is_of(each, mask.shape)
-        else each
+        name: F.pad(each, (0, padding), value=fill.get(name, 0)) if is_of(each, shape) else each
         for name, each in batch.items()
     }
 

@@ -319,14 +319,8 @@ def test_streams_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, through, 
 @pytest.mark.slow
 def test_a_rank_that_cannot_read_stops_all(tmp_path):
     data, _ = write_files(tmp_path, FILES["even"], False)
-    settings = {
-        **OF_STREAMS,
-        **data,
-        "through": "loop",
-        "steps": 60,
-        "readable": 160,
-        "workers": 1,
-    }  # after 120 are counted
+    # 120 documents are read to count them
+    settings = {**OF_STREAMS, **data, "through": "loop", "steps": 60, "readable": 160, "workers": 1}
     done = run(tmp_path, {"a": settings}, ranks=2, fails=True)
     assert "an unreadable document" in done.stderr
     assert "another rank could not read its next rows" in done.stderr
