@@ -341,17 +341,21 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
         _check_values("segment_shared", shared, 0, most)
         own = length - shared
     _check_values("segment_length", sums_of(own, offsets), 0, capacity, "as the sum in pack")
+    if not start.any():  # as of whole documents, each in one segment
+        kept = np.zeros(len(documents), dtype=np.int32)
+        kept[document] = length
+        if np.count_nonzero(kept) == len(document) and (kept <= documents).all():
+            return
+    # a segment begins where the one before it in its document ends, or later
+    several = np.flatnonzero((np.bincount(document) > 1).take(document))
+    several = several[np.lexsort((start[several], document[several]))]
+    before, after = several[:-1], several[1:]
+    ends = (document[before] == document[after]) * (start[before].astype(np.int64) + length[before])
     least: IntArray | int = 0
-    is_used = np.zeros(len(documents), dtype=bool)
-    is_used[document] = True
-    if np.count_nonzero(is_used) < len(document):
-        # a segment begins where the one before it in its document ends, or later
-        ordered = np.flatnonzero((np.bincount(document) > 1)[document])
-        ordered = ordered[np.lexsort((start[ordered], document[ordered]))]
-        left, right = ordered[:-1], ordered[1:]
+    if (start[after] < ends).any():
         least = np.zeros(len(document), dtype=np.int64)
-        least[right] = (document[left] == document[right]) * (start[left].astype(np.int64) + length[left])
-    _check_values("segment_start", start, least, documents[document] - length)
+        least[after] = ends
+    _check_values("segment_start", start, least, documents.take(document) - length)
 
 
 def _check_values(

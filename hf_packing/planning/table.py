@@ -28,33 +28,39 @@ from hf_packing.planning.patterns import Cuts, Patterns
 from hf_packing.planning.permutation import generator_for, random_order, shuffle_in_groups
 from hf_packing.planning.plan import PackingPlan
 
-_BLOCK, _PACKS_AT_ONCE = 1 << 16, 1 << 13
-"""Segments that are placed, and packs that are shuffled, at a time, so that arrays fit in the CPU cache."""
+_BLOCK = 1 << 16
+"""Segments that are placed at a time, so that arrays fit in the CPU cache."""
 
 
-def place_segments(patterns: Patterns, first_segment: IntArray) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
-    """Yield the segments of all packs block by block, shortest first.
+def pieces_of_packs(patterns: Patterns) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield the pieces of all packs block by block. The packs of a block have equally many segments.
 
     Args:
-        patterns: the packs.
-        first_segment: int64 [packs or more]: index in the plan of each pack's first segment.
+        patterns: the packs, none of them empty.
 
     Yields:
-        The index of each segment in the plan; the index of its piece in the list of all pieces, sorted by length; and
-        the length of the segment in tokens.
+        The numbers of the packs, int64 [packs]; and the index of each of their pieces in the list of all pieces, sorted
+        by length, int64 [packs, segments of a pack].
     """
     by_length = np.argsort(patterns.entry_length, kind="stable")
-    pattern, entry_length = patterns.entry_pattern[by_length], patterns.entry_length[by_length]
-    copies = patterns.entry_copies[by_length]
-    first_pack, places = offsets_of(patterns.packs)[pattern], offsets_of(patterns.entry_copies)
-    first_place = places[by_length] - places[patterns.entry_offsets[pattern]]
-    offsets = offsets_of(patterns.packs[pattern] * copies)
-    for begin in range(0, int(offsets[-1]), _BLOCK):
-        in_block = np.diff(offsets.clip(begin, begin + _BLOCK))
-        entry = np.repeat(np.arange(len(in_block)), in_block)
-        piece = begin + np.arange(len(entry))
-        nth_pack, place = np.divmod(piece - offsets[entry], copies[entry])
-        yield first_segment[first_pack[entry] + nth_pack] + first_place[entry] + place, piece, entry_length[entry]
+    number = (patterns.packs[patterns.entry_pattern] * patterns.entry_copies)[by_length]
+    first_piece = np.empty_like(number)
+    first_piece[by_length] = offsets_of(number)[:-1]
+    # a place in a pattern has a piece in the pattern's first pack, and another one so many pieces further in the next
+    piece = indices_in_ranges(first_piece, patterns.entry_copies)
+    further = np.repeat(patterns.entry_copies, patterns.entry_copies)
+    sizes, first_pack = patterns.segments_per_pack(), offsets_of(patterns.packs)
+    first_place, by_size = offsets_of(sizes), np.argsort(sizes, kind="stable")
+    distinct, first = np.unique(sizes[by_size], return_index=True)
+    for size, own in zip(distinct.tolist(), np.split(by_size, first[1:]), strict=False):  # none for no packs
+        places = first_place[own, None] + np.arange(size)
+        of_first, of_next, ends = piece[places], further[places], offsets_of(patterns.packs[own])
+        at_once = max(1, _BLOCK // size)
+        for begin in range(0, int(ends[-1]), at_once):
+            number = np.arange(begin, min(begin + at_once, ends[-1]))
+            pattern = np.searchsorted(ends, number, side="right") - 1
+            number -= ends[pattern]
+            yield first_pack[own[pattern]] + number, of_first[pattern] + of_next[pattern] * number[:, None]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -113,44 +119,42 @@ class PatternTable:
         size[row] = np.repeat(patterns.segments_per_pack(), patterns.packs)
         pack_capacity[row] = np.repeat(patterns.capacity, patterns.packs)
         pack_offsets = offsets_of(size)
-        of_piece, start_of_piece = self._cut(lengths)
-        segments = int(pack_offsets[-1])
-        document = np.empty(segments, dtype=of_piece.dtype)
-        start = np.zeros(segments, dtype=lengths.dtype)
-        length = np.empty(segments, dtype=np.int32)
-        for target, piece, tokens in place_segments(patterns, pack_offsets[row]):
-            document[target], length[target] = of_piece[piece], tokens
-            if start_of_piece is not None:
-                start[target] = start_of_piece[piece]
-        if self.seed is not None:
-            columns = [document, length] if start_of_piece is None else [document, length, start]
-            generator = generator_for(self.seed, "documents of a pack")
-            for first in range(0, len(size), _PACKS_AT_ONCE):
-                own = slice(pack_offsets[first], pack_offsets[min(first + _PACKS_AT_ONCE, len(size))])
-                order = np.arange(own.stop - own.start)
-                shuffle_in_groups(order, size[first : first + _PACKS_AT_ONCE], generator)
-                for column in columns:
-                    column[own] = column[own][order]
         return PackingPlan(
             document_length=lengths,
-            segment_document=document,
-            segment_start=start,
-            segment_length=length,
+            **self._segments(pack_offsets[row], lengths),
             pack_offsets=pack_offsets,
             pack_capacity=pack_capacity,
             proven_lower_bound=self.proven_lower_bound,
             note=self.note,
         )
 
+    def _segments(self, first_segment: IntArray, lengths: IntArray) -> dict[str, IntArray]:
+        """Return the arrays of the segments, given each pack's first segment and the lengths of the documents."""
+        of_piece, start_of_piece = self._cut(lengths)
+        counts = self.cuts.counts()
+        length_of_piece = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        document, length = np.empty_like(of_piece), np.empty_like(length_of_piece)
+        start = np.zeros(len(document), dtype=lengths.dtype)
+        generator = None if self.seed is None else generator_for(self.seed, "documents of a pack")
+        for packs, piece in pieces_of_packs(self.patterns):
+            if generator is not None:
+                generator.permuted(piece, axis=1, out=piece)
+            segment = first_segment[packs, None] + np.arange(piece.shape[1])
+            document[segment], length[segment] = of_piece[piece], length_of_piece[piece]
+            if start_of_piece is not None:
+                start[segment] = start_of_piece[piece]
+        return {"segment_document": document, "segment_start": start, "segment_length": length}
+
     def _cut(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
         """Return the document and the start of each piece, in the order of `Cuts`; no starts if no document is cut."""
-        cuts = self.cuts
-        document = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
-        if self.seed is not None:
-            _, first = np.unique(cuts.document_length, return_index=True)
+        cuts, document = self.cuts, sort_by_length(lengths)
+        is_whole = bool((cuts.pieces_each == 1).all())
+        _, first = np.unique(cuts.document_length, return_index=True)
+        if self.seed is not None and (is_whole or len(first) < len(cuts.documents)):  # else, pieces are shuffled
             of_length = np.add.reduceat(cuts.documents, first)
             shuffle_in_groups(document, of_length, generator_for(self.seed, "documents of equal length"))
-        if (cuts.pieces_each == 1).all():
+        document = document.astype(smallest_index_type(len(lengths)), copy=False)
+        if is_whole:
             return document, None
         # the n-th pieces of a group's documents are next to each other
         group = np.repeat(np.arange(len(cuts.documents)), cuts.pieces_each)

@@ -22,7 +22,7 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.planning.permutation import order_of_packs, random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.table import place_segments
+from hf_packing.planning.table import pieces_of_packs
 from hf_packing.planning.windows import WindowPlan
 from hf_packing.strategies.base import Strategy, register_strategy
 
@@ -275,8 +275,8 @@ def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
         best_fit_patterns(counts, capacity), first_fit_patterns(counts, capacity), key=lambda made: made.num_packs
     )
     sizes = np.repeat(patterns.segments_per_pack(), patterns.packs)
-    by_length = sort_by_length(lengths)
+    by_length, offsets = sort_by_length(lengths), offsets_of(sizes)
     order = np.empty(len(lengths), dtype=np.int64)
-    for target, piece, _ in place_segments(patterns, offsets_of(sizes)):
-        order[target] = by_length[piece]
+    for packs, pieces in pieces_of_packs(patterns):
+        order[offsets[packs, None] + np.arange(pieces.shape[1])] = by_length[pieces]
     return order, sizes
