@@ -64,6 +64,11 @@ LOSS_MASKS = (COMPLETION_MASK, ASSISTANT_MASKS)
 LABEL_COLUMNS = (LABELS, *LOSS_MASKS)
 """The columns that say which tokens are trained on; without them, all tokens are."""
 
+LOSS_WEIGHTS = "loss_weights"
+"""The column with the weight of each token's label in the loss; without it, every label has the weight 1."""
+LOSS_WEIGHT = "loss_weight"
+"""The column with one weight for all labels of a document; packed rows have `loss_weights` instead."""
+
 SPECIAL_TOKENS_MASK = "special_tokens_mask"
 """The column of a tokenizer with a 1 for every special token, which is never masked."""
 OFFSET_MAPPING = "offset_mapping"
@@ -77,7 +82,7 @@ mixtures whose sources are read again have it."""
 
 KNOWN_COLUMNS = frozenset(
     (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, BUCKET, *SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS)
-    + (*LOSS_MASKS, SPECIAL_TOKENS_MASK, OFFSET_MAPPING, SOURCE, SOURCE_EPOCH)
+    + (*LOSS_MASKS, LOSS_WEIGHTS, LOSS_WEIGHT, SPECIAL_TOKENS_MASK, OFFSET_MAPPING, SOURCE, SOURCE_EPOCH)
 )
 """Columns that packing and collators know. Others with one number for each token, such as weights, are passed on."""
 

@@ -25,7 +25,7 @@ from hf_packing.attention.snapshot import temporarily
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.batch.segments import segments_in
-from hf_packing.columns import KNOWN_COLUMNS, TREE_BORDERS, TREE_COLUMNS
+from hf_packing.columns import KNOWN_COLUMNS, LOSS_WEIGHTS, TREE_BORDERS, TREE_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
@@ -39,7 +39,9 @@ _SHARE_ALONE = 4
 _OF_OWN_LOSS = {"labels", "num_items_in_batch"}
 """Names of the arguments with which a model computes its own loss."""
 
-_OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "packed_targets", "packed_weights", *TREE_COLUMNS} - {*TREE_BORDERS}
+_OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "packed_targets", "packed_weights", LOSS_WEIGHTS, *TREE_COLUMNS} - {
+    *TREE_BORDERS
+}
 
 
 class BatchCase(Case):

@@ -31,12 +31,15 @@ from hf_packing.columns import (
     INPUT_IDS,
     KNOWN_COLUMNS,
     LABELS,
+    LOSS_WEIGHT,
+    LOSS_WEIGHTS,
     PARENTS,
     SEGMENT_COLUMNS,
     SEQ_IDX,
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
     TREE_INPUT_IDS,
+    TREE_LABELS,
     apply_loss_masks,
     loss_masks_in,
 )
@@ -55,10 +58,10 @@ class PackingCollator:
     A segment is a document, or a part of one, in a row. The segments of a row are read from `seq_lengths`, `seq_idx`,
     `cu_seq_lens_q`, `cu_seq_lens_k` or from `position_ids`, which restart at 0 at every segment. If a row has several
     of these columns, all must give the same segments. If a row has none of them, the row is one document; it is an
-    error if a DataLoader has read it from a dataset that `pack` returned. The collator also uses `input_ids`, `labels`
-    and `token_type_ids`. Other columns with one number for each token, such as weights, are joined in the same way, and
-    all further columns are dropped. Loss masks must be applied to the labels, as in the rows that `pack` returns, since
-    Trainer drops mask columns before the collator runs.
+    error if a DataLoader has read it from a dataset that `pack` returned. The collator also uses `input_ids`, `labels`,
+    `token_type_ids`, and the weights of labels in the loss, `loss_weights` or `loss_weight`. Other columns with one
+    number for each token are joined in the same way, and all further columns are dropped. Loss masks must be applied to
+    the labels, as in the rows that `pack` returns, since Trainer drops mask columns before the collator runs.
 
     With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
@@ -85,6 +88,7 @@ class PackingCollator:
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
             keep_first_labels is True.
         token_type_ids: int64 [1, tokens], if the rows have this column.
+        loss_weights: float64 [1, tokens], if any label has a weight other than 1.
         further columns of numbers: int64, float32 or bool [1, tokens]; 0 for tokens that only fill up the batch.
         cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0. With
             max_segments, int32 [max_segments + 1]: after the last segment, all values are `tokens`.
@@ -94,7 +98,7 @@ class PackingCollator:
         Rows of trees make this dict, which has neither labels nor cu_seq_lens, so that no model computes a loss of its
         own; use `compute_loss`:
         input_ids, position_ids: int64 [1, tokens]; a position is the number of tokens before it in its documents.
-        token_type_ids and further columns of numbers: [1, tokens], if the rows have them.
+        token_type_ids, loss_weights and further columns of numbers: [1, tokens], as above.
         segment_lengths, parents: int64 [segments], the number of tokens and the parent of each segment; -1 for none.
         ends: int64 [documents], the segment in which each document ends.
         trained: int64 [runs, 3], the tokens to train on: document, place in the document, number of tokens.
@@ -102,9 +106,9 @@ class PackingCollator:
 
     Raises:
         PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
-            different segments; only some rows have labels, token_type_ids or another column of numbers; an
-            attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than
-            `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
+            different segments; only some rows have labels, token_type_ids or another column of numbers; a weight is not
+            finite; an attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more
+            than `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
             (dispatch_batches); or only some rows are rows of trees, they lack a column or have columns that contradict
             each other, or an argument does not apply to them.
 
@@ -147,7 +151,9 @@ class PackingCollator:
         for number, row in enumerate(rows):
             check_tree_row(row, number)
         columns = {name: _read_column(name, rows) for name in TREE_COLUMNS}
-        return {**collate_trees(columns), **_passed_on(rows, columns[TREE_INPUT_IDS])}
+        batch, tokens = collate_trees(columns), columns[TREE_INPUT_IDS]
+        weights = _weights_of(rows, tokens, batch[TREE_LABELS][0].numpy())
+        return {**batch, **weights, **_passed_on(rows, tokens)}
 
     def _flat_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
         tokens = _read_column(INPUT_IDS, rows)
@@ -167,6 +173,7 @@ class PackingCollator:
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
             **columns_of(BatchSegments(lengths.tolist(), numbers, first_labels=self.keep_first_labels)),
+            **_weights_of(rows, tokens, labels),
             **_passed_on(rows, tokens),
         }
         return fill_up(batch, self.align_tokens, self.tokens, self.max_segments)
@@ -195,6 +202,31 @@ def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
                     f"{number} has the label {given[token]}; apply the mask to the labels, or remove the mask"
                 )
     return joined
+
+
+def _weights_of(rows: Sequence[Row], tokens: Sequence[IntArray], labels: IntArray) -> dict[str, torch.Tensor]:
+    """Return the weights of the labels of the rows, float64 [1, tokens of all rows]; none if all labels have weight 1.
+
+    Raises:
+        PackingError: a weight is no finite number, or only some rows have weights.
+    """
+    given = [row.get(LOSS_WEIGHTS, row.get(LOSS_WEIGHT)) for row in rows]
+    if all(each is None for each in given):
+        return {}
+    read = []
+    for number, (weights, ids) in enumerate(zip(given, tokens, strict=True)):
+        values = numbers_in(np.full(len(ids), weights) if np.ndim(weights) == 0 else weights)
+        if values is None or not np.isfinite(values).all() or {LOSS_WEIGHT, LOSS_WEIGHTS} <= rows[number].keys():
+            raise PackingError(
+                f"column {LOSS_WEIGHTS!r} or {LOSS_WEIGHT!r}: expected one of them, with finite numbers, in every row, "
+                f"got {str(weights)[:80]} in row {number}, which begins with the tokens {ids[:8].tolist()}"
+            )
+        read.append(values)
+    joined = _join(LOSS_WEIGHTS, read, tokens, np.float64)
+    if (joined[labels != IGNORED_LABEL] == 1).all():
+        return {}
+    exact = torch.from_numpy(joined[None])
+    return {LOSS_WEIGHTS: exact.float() if torch.backends.mps.is_available() else exact}
 
 
 _UNLIKELY = 20.0

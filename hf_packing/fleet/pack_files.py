@@ -49,6 +49,7 @@ from hf_packing.rows.token_columns import (
     columns_left_out,
     find_token_columns,
     is_token_type,
+    stored_names,
     with_typed_empty_lists,
 )
 from hf_packing.strategies.base import Strategy
@@ -387,7 +388,7 @@ def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], Counte
                 skipped, remarks = [each.replace(local, name) for each in documents.skipped], documents.remarks
             task.packing.check_names(table.column_names)
             table = with_typed_empty_lists(table)
-            columns = list(find_token_columns(table))
+            columns = stored_names(find_token_columns(table), table.column_names)
         except (PackingError, OSError, pa.ArrowException) as error:
             text = str(error).replace(local, name)
             raise PackingError(text if name in text else f"{name}: {text}") from None

@@ -17,6 +17,8 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABELS,
     LOSS_MASKS,
+    LOSS_WEIGHT,
+    LOSS_WEIGHTS,
     check_are_documents,
     rows_of,
 )
@@ -88,6 +90,40 @@ class TokenColumn:
         return [self._values[chunk][a:b] for chunk, (a, b) in zip(chunks, bounds, strict=True)]
 
 
+class RepeatedColumn(TokenColumn):
+    """The column `loss_weight`, with one number for each row, read as if every token of the row had it.
+
+    Args:
+        table: a table with this column.
+        row_numbers: as for TokenColumn.
+        length: int64 [rows]: the number of tokens in each row.
+
+    Raises:
+        PackingError: a row has no number, or there are numbers for each token, too.
+    """
+
+    def __init__(self, table: pa.Table, row_numbers: RowNumbers, length: IntArray) -> None:
+        column = table.column(LOSS_WEIGHT)
+        if LOSS_WEIGHTS in table.column_names or not is_number(column.type):
+            raise PackingError(
+                f"column {LOSS_WEIGHT!r}: expected a number for each document, and no column {LOSS_WEIGHTS!r} beside "
+                f"it, got {column.type}; multiply the weights, or remove one of the columns"
+            )
+        missing = column.is_null().to_numpy()[row_numbers]
+        if missing.any():
+            raise PackingError(
+                f"column {LOSS_WEIGHT!r}: expected a number in every row, but row {missing.argmax()} is null"
+            )
+        self.large, self.length = False, length
+        self._of_rows = column.to_numpy()[row_numbers]
+
+    def gather(self, pieces: Pieces) -> Array:
+        return np.repeat(self._of_rows[pieces.document], pieces.length)
+
+    def _slices(self, pieces: Pieces) -> list[Array]:
+        return np.split(self.gather(pieces), offsets_of(pieces.length)[1:-1])
+
+
 def column_of_values(name: str, values: Array, lengths: IntArray) -> TokenColumn:
     """Return a column of numbers in memory.
 
@@ -125,6 +161,8 @@ def find_token_columns(table: pa.Table, row_numbers: RowNumbers = ALL_ROWS) -> T
     others = [field.name for field in table.schema if is_token_type(field.type) and field.name != INPUT_IDS]
     columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in (INPUT_IDS, *others)}
     check_same_lengths(columns)
+    if LOSS_WEIGHT in names:
+        columns[LOSS_WEIGHTS] = RepeatedColumn(table, row_numbers, columns[INPUT_IDS].length)
     if (mask := columns.pop(ATTENTION_MASK, None)) is not None:
         check_no_padding(mask)
     return columns
@@ -142,14 +180,22 @@ def token_columns_of(dataset: Any) -> TokenColumns:
 
 
 def columns_of(dataset: Any, names: Collection[str]) -> TokenColumns:
-    """Return some columns of a Dataset, which must have lists of numbers."""
+    """Return some columns of a Dataset, which must have lists of numbers; LOSS_WEIGHTS for LOSS_WEIGHT."""
     table, numbers = dataset.data.table, row_numbers(dataset)
-    return {name: TokenColumn(name, table.column(name), numbers) for name in names}
+    columns = {name: TokenColumn(name, table.column(name), numbers) for name in names if name != LOSS_WEIGHT}
+    if LOSS_WEIGHT in names:
+        columns[LOSS_WEIGHTS] = RepeatedColumn(table, numbers, columns[INPUT_IDS].length)
+    return columns
 
 
 def read_rows(columns: TokenColumns, rows: IntArray) -> list[dict[str, Array]]:
     """Return the values of some rows in each column, as arrays that share the memory of the Arrow columns."""
     return rows_of({name: column.read(rows) for name, column in columns.items()})
+
+
+def stored_names(columns: TokenColumns, names: Collection[str]) -> list[str]:
+    """Return the names of the stored columns, among `names`, that token columns are read from."""
+    return [name if name in names else LOSS_WEIGHT for name in columns]
 
 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
@@ -171,7 +217,8 @@ def with_typed_empty_lists(table: pa.Table) -> pa.Table:
 
 def columns_left_out(schema: pa.Schema) -> list[str]:
     """Return names and types of the columns that do not have lists of numbers."""
-    others = [field for field in schema if field.name != INPUT_IDS and not is_token_type(field.type)]
+    packed = (INPUT_IDS, LOSS_WEIGHT)
+    others = [field for field in schema if field.name not in packed and not is_token_type(field.type)]
     return [f"{field.name!r} ({field.type})" for field in others]
 
 

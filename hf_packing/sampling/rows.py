@@ -20,6 +20,8 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABELS,
     LOSS_MASKS,
+    LOSS_WEIGHT,
+    LOSS_WEIGHTS,
     PARENTS,
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
@@ -35,7 +37,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.changes import LabelCounts, count_labels
+from hf_packing.rows.changes import LabelCounts, count_labels, count_weighted
 from hf_packing.rows.lazy import DocumentRows, lazy_rows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
@@ -44,6 +46,7 @@ from hf_packing.rows.token_columns import (
     check_same_lengths,
     columns_of,
     is_list,
+    is_number,
     is_token_type,
     read_rows,
     shows_table,
@@ -57,7 +60,7 @@ from hf_packing.sampling.sizes import RowSizes, sizes_of_planned
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
 
-_PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
+_PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS, LOSS_WEIGHTS, TREE_INPUT_IDS, TREE_LABELS)
 
 _OF_SEGMENTS = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED)
 
@@ -93,7 +96,8 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         self._lazy = lazy_rows(dataset)
         self.apply_masks, self.sampler = apply_masks, sampler
         self._per_token = (*_PER_TOKEN, *more)
-        names = [name for name in (*self._per_token, *SEGMENT_COLUMNS, *_OF_SEGMENTS) if name not in unread]
+        known = (*self._per_token, LOSS_WEIGHT, *SEGMENT_COLUMNS, *_OF_SEGMENTS)
+        names = [name for name in known if name not in unread]
         if self._lazy is not None:
             names = [name for name in names if name in dataset.format["columns"]]
         elif shows_table(dataset):
@@ -101,7 +105,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             names = [name for name in names if name in shown]
             # a subclass of Dataset may change rows when they are read
             is_stored = type(dataset) is datasets.Dataset
-            self._in_table = is_stored and all(_has_numbers(schema.field(name).type) for name in names)
+            self._in_table = is_stored and all(_has_numbers(schema.field(name)) for name in names)
             dataset = dataset.with_format("numpy", columns=names)
         self._names, self.dataset = names, dataset
 
@@ -153,7 +157,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             rows = lazy.read(packs[numbers])
         else:
             rows = rows_by_number(self.dataset, numbers)
-        return [{name: row[name] for name in self._names if name in row} for row in rows]
+        return [_with_weights({name: row[name] for name in self._names if name in row}) for row in rows]
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -207,6 +211,14 @@ def _length_of(values: Any) -> int | str:
         return f"{values!r:.80}"
 
 
+def _with_weights(row: Row) -> Row:
+    """Return a row with the weight of its document for each token, if it has one."""
+    if LOSS_WEIGHT not in row or LOSS_WEIGHTS in row:  # the collator refuses both
+        return row
+    weight = row.pop(LOSS_WEIGHT)
+    return {**row, LOSS_WEIGHTS: np.full(len(row[INPUT_IDS]), weight)}
+
+
 def _with_masked_labels(row: Row) -> Row:
     """Return the row with all labels masked, and with segments that are marked as those of a copy."""
     if TREE_LABELS in row:
@@ -217,12 +229,15 @@ def _with_masked_labels(row: Row) -> Row:
     return {**row, LABELS: np.full(tokens, IGNORED_LABEL), SEQ_IDX: segments}
 
 
-def _has_numbers(kind: pa.DataType) -> bool:
-    """Return whether a column has lists of numbers, or of pairs of numbers."""
+def _has_numbers(field: pa.Field) -> bool:
+    """Return whether a column has lists of numbers, or of pairs of numbers, or the weights of documents."""
+    kind = field.type
+    if field.name == LOSS_WEIGHT:
+        return is_number(kind)
     return is_token_type(kind) or (is_list(kind) and is_token_type(kind.value_type))
 
 
-_READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
+_READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS, LOSS_WEIGHTS)
 """The columns that are read, beside those that are passed on."""
 
 
@@ -329,8 +344,8 @@ def kept_labels(
     rows, sizes = sampler.rows, sampler.sizes
     if isinstance(dataset, TreesOfDocuments):
         columns, plan = dataset.columns, dataset.plan
-        documents = Pieces.whole(plan.document_length)
-        return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, documents))
+        documents, left = Pieces.whole(plan.document_length), plan.segments
+        return LabelCounts(count_labels(columns, left), count_labels(columns, documents), count_weighted(columns, left))
     in_table = shows_table(dataset)
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
@@ -345,15 +360,16 @@ def kept_labels(
     elif rows.lost_tokens:
         left = whole.take(np.flatnonzero(np.isin(whole.document, rows.kept)))
     else:
-        return LabelCounts(found, found)
-    return LabelCounts(count_labels(columns, left, keep_first), found)
+        return LabelCounts(found, found, count_weighted(columns, whole, keep_first))
+    return LabelCounts(count_labels(columns, left, keep_first), found, count_weighted(columns, left, keep_first))
 
 
 def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> TokenColumns:
-    """Return the columns of a dataset that decide which tokens have labels."""
+    """Return the columns of a dataset that decide which tokens have labels, and with which weights."""
     names = [name for name in visible_columns(dataset) if name not in unread]
     deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
-    columns = columns_of(dataset, [INPUT_IDS, *deciding])
+    weights = [name for name in (LOSS_WEIGHT, LOSS_WEIGHTS) if name in names]
+    columns = columns_of(dataset, [INPUT_IDS, *deciding, *weights])
     check_same_lengths(columns)
     return columns
 

@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import INPUT_IDS
+from hf_packing.columns import INPUT_IDS, LOSS_WEIGHT, LOSS_WEIGHTS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, BoolArray, IntArray, check_lengths, sums_of, total_of
 from hf_packing.planning.permutation import derive_seed
@@ -217,5 +217,10 @@ def _waiting_documents(
     """
     waiting = plan.segments.take(np.flatnonzero(packs[plan.pack_of_segment()]))
     waiting = waiting.take(np.lexsort((waiting.start, waiting.document)))
-    arrays = {name: list_array(columns[name].gather(waiting), waiting.length) for name in schema.names}
-    return pa.table(arrays).cast(schema), waiting.document
+    arrays = {
+        name: list_array(columns[name].gather(waiting), waiting.length) for name in schema.names if name != LOSS_WEIGHT
+    }
+    if LOSS_WEIGHT in schema.names:  # that of any token
+        first = replace(waiting, length=np.ones_like(waiting.length))
+        arrays[LOSS_WEIGHT] = pa.array(columns[LOSS_WEIGHTS].gather(first))
+    return pa.table(arrays).select(schema.names).cast(schema), waiting.document

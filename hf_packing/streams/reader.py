@@ -19,7 +19,15 @@ import numpy.typing as npt
 import pyarrow as pa
 from fsspec.core import url_to_fs
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABEL_COLUMNS, LABELS, check_columns, refuse_columns
+from hf_packing.columns import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    LABEL_COLUMNS,
+    LABELS,
+    LOSS_WEIGHT,
+    check_columns,
+    refuse_columns,
+)
 from hf_packing.errors import PackingError
 from hf_packing.files import size_and_version
 from hf_packing.planning.lengths import BoolArray, IntArray
@@ -29,6 +37,7 @@ from hf_packing.rows.token_columns import (
     columns_left_out,
     find_token_columns,
     is_token_type,
+    stored_names,
 )
 from hf_packing.upstream import datasets as upstream
 
@@ -209,13 +218,15 @@ def open_source(name: str, stream: datasets.IterableDataset, unread: Sequence[st
         )
     schema = features.arrow_schema.remove_metadata()
     refuse_lost_borders(stream, schema.names)
-    columns = find_token_columns(schema.empty_table())
+    columns = stored_names(find_token_columns(schema.empty_table()), schema.names)
     read = pa.schema((each, _type_to_read(each, schema.field(each).type)) for each in columns if each not in unread)
     return Source(examples, read, schema.names, columns_left_out(schema))
 
 
 def _type_to_read(name: str, kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column of lists of any length, with 32 bits for tokens and labels."""
+    """Return the type of a column: numbers, or lists of any length, with 32 bits for tokens and labels."""
+    if name == LOSS_WEIGHT:
+        return kind
     value = pa.int32() if name in (INPUT_IDS, LABELS) else kind.value_type
     return pa.large_list(value) if pa.types.is_large_list(kind) else pa.list_(value)
 

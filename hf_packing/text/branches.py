@@ -14,9 +14,9 @@ from hf_packing.text.render import (
     Fields,
     chat_of,
     check_begins_with,
-    is_trained_on,
     lacks_text,
     settings_of,
+    weight_of,
 )
 from hf_packing.text.tokenize import Ids, TextTokenizer, Tokens, rows_of_batch, usable, warn_of
 from hf_packing.versioned import versioned
@@ -109,7 +109,7 @@ def _turns_of(texts: TextTokenizer, settings: Fields, remarks: Counter[str], row
     _, before, after = texts.parts_of(row)
     messages, _, turns = chat_of(before, after)
     turn_of = partial(_turn_of, texts, {**settings, **settings_of(row)})
-    chats = [(f"message {turn}", messages[: turn + 1]) for turn in turns if turn and is_trained_on(messages[turn])]
+    chats = [(f"message {turn}", messages[: turn + 1]) for turn in turns if turn and weight_of(messages[turn])]
     found = [*usable(chats, turn_of)]
     remarks["open with an assistant turn, which is not trained on"] += 0 in turns
     remarks["have no later assistant turn to train on, and make no documents"] += not found

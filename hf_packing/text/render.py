@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, takewhile
+from math import isfinite
 from operator import eq
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ class Rendered(NamedTuple):
     """What is written before the text to train on. The tokens that both texts begin with are not trained on."""
     trained: Sequence[Span] | None = None
     """The parts of the text that are trained on, in order; None for all of the text after the prompt."""
+    weights: Sequence[float] | None = None
+    """The weight of each of these parts in the loss; None for 1."""
     complete: bool = False
     """True if a chat template has written the text, so that the tokenizer must not add special tokens."""
     ends: bool = True
@@ -77,6 +80,8 @@ class Renderer:
     """The text between a prompt and a completion that are both text; None for no text."""
     train_on: str | None = None
     """One of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts."""
+    weighted: bool = False
+    """Whether messages may have weights other than 0 and 1."""
 
     @property
     def template(self) -> Any:
@@ -200,22 +205,27 @@ class Renderer:
             raise BadRowError("expected at least one message, got an empty list")
         for_training = train_on == "assistant"
         text, marked = self.write(messages, settings, for_training=for_training)
-        kept = [is_trained_on(messages[turn]) for turn in turns]
-        before, trained = None, None
+        weights = [weight_of(messages[turn]) for turn in turns]
+        if not self.weighted and (other := {*weights} - {0, 1}):
+            raise BadRowError(
+                f"weight: expected 0, 1 or floats in messages, got {min(other)!r}; hf_packing.tokenize takes other "
+                "weights if the features of the dataset say that they are floats"
+            )
+        before, trained, of_spans = None, None, None
         if prompt and train_on != "all":
             before, _ = self.write(messages[:prompt], settings, True, for_training)
         after = text.removeprefix(before or "")
         if for_training:
             trained = self._spans_of(text, messages, turns, settings) if marked is None else marked
-        if not all(kept):
+        if {*weights} - {1}:
             if trained is None:
-                raise BadRowError(f"expected train_on='assistant' for messages not to train on, got {train_on!r}")
+                raise BadRowError(f"expected train_on='assistant' for messages with weights, got {train_on!r}")
             spans = [span for span in trained if span[1] > len(text) - len(after)]
             if len(spans) != len(turns):
                 raise BadRowError(f"expected a chat template that marks {len(turns)} turns, but it marks {len(spans)}")
-            trained = list(compress(spans, kept))
+            trained, of_spans = list(compress(spans, weights)), [*filter(None, weights)]
         lacks = any(lacks_text(messages[turn], after) for turn in turns)
-        return Rendered(text, before, trained, complete=True, remarks=(LACKS_TEXT,) * lacks)
+        return Rendered(text, before, trained, of_spans, complete=True, remarks=(LACKS_TEXT,) * lacks)
 
     def _spans_of(self, text: str, messages: Sequence[Fields], turns: Sequence[int], settings: Fields) -> list[Span]:
         """Return the parts of a text that the training template adds for turns to the earlier messages.
@@ -259,12 +269,14 @@ def check_begins_with(text: str, before: str, number: int) -> None:
         )
 
 
-def is_trained_on(message: Fields) -> bool:
-    """Return whether a message says nothing else by the fields of OpenAI, axolotl, torchtune and LLaMA-Factory."""
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise BadRowError(f"weight: expected 0 or 1 in a message, got {weight!r}")
-    return False not in (weight, message.get("train"), message.get("trainable"), not message.get("masked"))
+def weight_of(message: Fields) -> float:
+    """Return the weight of a message in the loss, 0 if it is not trained on, by the fields of OpenAI, axolotl,
+    torchtune and LLaMA-Factory."""
+    weight = 1 if message.get("weight") is None else message["weight"]
+    if not isinstance(weight, (int, float)) or not isfinite(weight):
+        raise BadRowError(f"weight: expected a finite number in a message, got {weight!r}")
+    is_trained = False not in (message.get("train"), message.get("trainable"), not message.get("masked"))
+    return weight * is_trained
 
 
 def lacks_text(message: Fields, text: str) -> bool:

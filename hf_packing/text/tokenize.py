@@ -20,7 +20,8 @@ from typing import Any
 
 import datasets
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
+from hf_packing.checks import check_real
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_WEIGHTS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
     BadRowError,
@@ -33,10 +34,11 @@ from hf_packing.text.render import (
 from hf_packing.versioned import versioned
 
 TOKEN_COLUMNS = datasets.Features(dict.fromkeys((INPUT_IDS, LABELS), datasets.List(datasets.Value("int32"))))
+WEIGHTED_COLUMNS = datasets.Features(TOKEN_COLUMNS | {LOSS_WEIGHTS: datasets.List(datasets.Value("float32"))})
 
 Ids = list[int]
-Tokens = dict[str, list[Ids]]
-"""The columns input_ids and labels of documents."""
+Tokens = dict[str, list[Any]]
+"""The columns input_ids, labels and loss_weights of documents."""
 Placed = tuple[str, Any]
 """A row, or what may be one, and its place, such as "a.json, line 3"."""
 
@@ -49,10 +51,12 @@ class TextTokenizer(Renderer):
     """Whether texts end with the end-of-sequence token, if there is one. Chat templates write their own."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to texts."""
+    prompt_weight: float = 0
+    """The weight of prompts in the loss."""
 
     def tokens(self, rendered: Sequence[Rendered], remarks: Counter[str]) -> Tokens:
         """Return documents, with labels of -100 at tokens that are not trained on, and add to the remarks on rows."""
-        tokens: Tokens = {INPUT_IDS: [], LABELS: []}
+        tokens: Tokens = {name: [] for name in (INPUT_IDS, LABELS, *[LOSS_WEIGHTS] * self.weighted)}
         eos = self.tokenizer.eos_token_id
         last = [] if eos is None else [eos]
         for complete, group in groupby(rendered, attrgetter("complete")):
@@ -64,7 +68,8 @@ class TextTokenizer(Renderer):
             ):
                 wanted = self.end_documents and not complete
                 end = last if wanted and document.ends and ids[-1:] != last else []
-                labels = self._labels(document, ids, offsets) + end
+                labels, weights = self._labels(document, ids, offsets)
+                labels += end
                 said = {
                     "have the tokenizer's special tokens twice at an end, since their text begins or ends with them "
                     "already; add_special_tokens=False adds none": len(ids) > 1
@@ -75,23 +80,27 @@ class TextTokenizer(Renderer):
                 remarks.update([*document.remarks, *compress(said, said.values())])
                 tokens[INPUT_IDS].append(ids + end)
                 tokens[LABELS].append(labels)
+                if self.weighted:
+                    tokens[LOSS_WEIGHTS].append(weights + [1.0] * len(end))
         return tokens
 
-    def _labels(self, document: Rendered, ids: Ids, offsets: Any) -> Ids:
-        """Return the labels of a document."""
+    def _labels(self, document: Rendered, ids: Ids, offsets: Any) -> tuple[Ids, list[float]]:
+        """Return the labels of a document, and their weights."""
         labels = [*ids] if document.trained is None else [IGNORED_LABEL] * len(ids)
-        for first, stop in document.trained or ():
+        weights = [1.0] * len(ids)
+        for (first, stop), weight in zip(document.trained or (), document.weights or repeat(1.0), strict=False):
             # characters that a tokenizer drops move those of all later tokens: the last one seems to end too early
             if offsets and offsets[-1][1] == len(document.text):
                 begin = bisect_right(offsets, first, key=itemgetter(1))
                 end = bisect_left(offsets, stop, key=itemgetter(0))
             else:
                 begin, end = (self._num_shared(document, document.text[:edge], ids) for edge in (first, stop))
-            labels[begin:end] = ids[begin:end]
+            labels[begin:end], weights[begin:end] = ids[begin:end], [weight] * max(0, end - begin)
         if document.prompt is not None:
             shared = self._num_shared(document, document.prompt, ids)
-            labels[:shared] = [IGNORED_LABEL] * shared
-        return labels
+            labels[:shared] = ids[:shared] if self.prompt_weight else [IGNORED_LABEL] * shared
+            weights[:shared] = [self.prompt_weight] * shared
+        return labels, weights
 
     def _num_shared(self, document: Rendered, beginning: str, ids: Ids) -> int:
         """Return the number of tokens that a document shares with its beginning, tokenized alone."""
@@ -157,6 +166,7 @@ def tokenize(
     text_field: str | None = None,
     chat_template: str | None = None,
     add_special_tokens: bool = True,
+    prompt_weight: float = 0,
     num_proc: int | None = None,
 ) -> Any:
     """Turn texts, prompts with completions, or chats into `input_ids` and `labels`, as SFTTrainer does.
@@ -170,7 +180,7 @@ def tokenize(
             `dataset.map(hfp.tokenize, batched=True, fn_kwargs={"tokenizer": tokenizer}, remove_columns=...)`. Rows have
             `prompt` and `completion` (both as text, or both as lists of messages), `messages`, `conversations`, or
             `text`; of several, the first is taken, as in TRL. Messages with `weight` 0, `train` or `trainable` False,
-            or `masked` True are not trained on.
+            or `masked` True are not trained on. A `weight` that is a float weights the loss.
         tokenizer: a tokenizer of transformers.
         train_on: "assistant" for the assistant's turns of chats, "completion" for what follows a prompt, "all" for all
             tokens. With None, "assistant" for messages, "completion" for prompts with completions, and "all" for texts.
@@ -181,15 +191,18 @@ def tokenize(
         chat_template: a Jinja template to take instead of the tokenizer's.
         add_special_tokens: whether the tokenizer adds its special tokens to texts; False for texts that a chat template
             has written already.
+        prompt_weight: the weight of prompts in the loss, beside completions of weight 1. With 0, prompts have no
+            labels; 0.1 is an example of arXiv 2507.07817.
         num_proc: number of processes for a Dataset.
 
     Returns:
         A dataset of the same kind, or a dict for a batch, with `input_ids` and `labels`: one list of integers [tokens]
-        for each row, in the same order.
+        for each row, in the same order; and `loss_weights`, lists of float32, if messages have weights that are floats,
+        or prompts have a weight. The functions of hf_packing that train read them.
 
     Raises:
         PackingError: `train_on` is unknown or does not fit the rows; the columns are missing; a row has other types, or
-            weights of messages other than 0 and 1; the chat template does not accept a row, does not write its tools,
+            weights of messages that are no numbers; the chat template does not accept a row, does not write its tools,
             or rewrites earlier turns so that the tokens to train on cannot be found.
         MissingDependencyError: TRL, which may have a training version of the template, is not installed.
 
@@ -224,18 +237,37 @@ def tokenize(
         "text_field": text_field,
         "chat_template": chat_template,
         "add_special_tokens": add_special_tokens,
+        "prompt_weight": check_real("prompt_weight", prompt_weight, -1e300, 1e300, "a finite number"),
     }
     if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})
+    features = getattr(dataset, "features", None) or getattr(getattr(dataset, "formatter", None), "features", None)
+    columns = dict(features or dataset).values() if features or isinstance(dataset, Mapping) else ()
+    options["weighted"] = bool(prompt_weight) or any(map(_has_weights, columns))
     if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         return _tokens_of(dataset, **options)
-    names, settings = dataset.column_names, {"batched": True, "fn_kwargs": options, "features": TOKEN_COLUMNS}
+    made = WEIGHTED_COLUMNS if options["weighted"] else TOKEN_COLUMNS
+    names, settings = dataset.column_names, {"batched": True, "fn_kwargs": options, "features": made}
     if isinstance(dataset, datasets.IterableDataset):  # without the numbers of its rows, so that its shards stay apart
         return dataset.map(_tokens_of, remove_columns=names or list(next(iter(dataset), {})), **settings)
     if not dataset:
-        return datasets.Dataset.from_dict({name: [] for name in TOKEN_COLUMNS}, TOKEN_COLUMNS, split=dataset.split)
+        return datasets.Dataset.from_dict({name: [] for name in made}, made, split=dataset.split)
     settings |= {"with_indices": True, "num_proc": num_proc, "desc": "Tokenizing", "remove_columns": names}
     return dataset.with_format(columns=dataset.format["columns"]).map(_tokens_of, **settings)
+
+
+def _has_weights(part: Any) -> bool:
+    """Return whether a part of features, or of a batch, has messages with a `weight` that is a float."""
+    match part:
+        case {"weight": float() | datasets.Value(dtype="float32" | "float64")}:
+            return True
+        case {**fields}:
+            return any(map(_has_weights, fields.values()))
+        case [*items]:
+            return any(map(_has_weights, items))
+        case datasets.List(feature=feature):
+            return _has_weights(feature)
+    return False
 
 
 @versioned

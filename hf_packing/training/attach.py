@@ -15,7 +15,7 @@ from transformers import Trainer
 from hf_packing.attention import ProveInTraining, block_of, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import check_choice, check_type, expect, refuse_older
-from hf_packing.columns import SEGMENT_COLUMNS
+from hf_packing.columns import LOSS_WEIGHT, LOSS_WEIGHTS, SEGMENT_COLUMNS, refuse_columns
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.sampling.batching import Batching, check_batching
@@ -246,6 +246,11 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
     check_map_style("train_dataset", data)
     columns = data.column_names if isinstance(data, datasets.Dataset) else ()
     refuse_lost_borders(data, columns)
+    refuse_columns(
+        (LOSS_WEIGHT, LOSS_WEIGHTS),
+        columns,
+        f"no weights {whole}, of which the trainer computes its own loss; remove the column",
+    )
     if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
         raise PackingError(
             f"train_dataset: expected one document or one pair in each row, but the column {packed[0]!r} says that "

@@ -4,7 +4,8 @@ A global batch is all micro-batches of one optimizer step, on all ranks. The los
 tokens, which have a label other than -100. The loss "sequence" averages first within each document, then over
 documents, so that long and short documents have the same weight (per-sequence loss of arXiv 2107.02027; loss weighting
 of arXiv 2401.18058). If a document was split, each piece counts as a document. With both losses, the weight of a token
-depends on the whole global batch. The loss of a batch without trainable tokens is zero.
+depends on the whole global batch. The loss of a batch without trainable tokens is zero. Labels may have weights of
+their own, `loss_weights`: a sum is then divided by the sum of their sizes, without signs, in the place of the count.
 
 There is one rule for all losses, of any model and trainer: a micro-batch is run as if it were the whole global batch,
 and its loss is weighted by its share of the items, which are trainable tokens or documents with such tokens. So the
@@ -40,6 +41,11 @@ the documents; and to parts of rows on several ranks: the counts of the part."""
 def exact_type(device: torch.device) -> torch.dtype:
     """Return the most precise floating-point dtype that a device supports: float32 on MPS, else float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def positive(items: Tensor) -> Tensor:
+    """Return a number of items by which a loss can be divided: 1 for 0."""
+    return torch.where(items > 0, items, 1)
 
 
 class TokenMean:

@@ -1,7 +1,7 @@
 """Let a model compute its own loss of a packed batch, and find out which token its logits predict.
 
-Nothing of a loss is computed here, except for loss="sequence" and for trees: then a weighted sum takes the place of the
-cross-entropy, wherever the model computes one of its logits.
+Nothing of a loss is computed here, except for loss="sequence", weights of labels and trees: then a weighted sum takes
+the place of the cross-entropy, wherever the model computes one of its logits.
 """
 
 import weakref
@@ -38,7 +38,7 @@ from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.kinds import KINDS, labels_of
-from hf_packing.training.losses import COUNTS, ITEMS, TARGETS, WEIGHTS, Batch, Loss, exact_type
+from hf_packing.training.losses import COUNTS, ITEMS, TARGETS, WEIGHTS, Batch, Loss, exact_type, positive
 
 _NOT_FOR_THE_MODEL = {ITEMS, TARGETS, WEIGHTS, COUNTS, *(name for kind in KINDS for name in kind.of_loss)}
 
@@ -55,7 +55,7 @@ class WholeStep:
     inputs: Batch
     """What the model gets, with labels: at least one, also if there are no items, since a mean over none is NaN."""
     own: Tensor
-    """The number of items in the micro-batch, an int64 scalar."""
+    """The number of items in the micro-batch, a scalar."""
     weighting: Weighting | None
     """What takes the place of the model's cross-entropy; None to leave it alone."""
 
@@ -79,12 +79,12 @@ class WholeStep:
             check_predicts_next(model)
         weights, (rows, tokens, targets) = of.weights(loss), of.next_tokens(predicts_next(model))
         own = of.total_of(weights)
-        return cls({**inputs, LABELS: labels}, own, Weighting(rows, targets, weights[0, tokens], own.clamp(min=1)))
+        return cls({**inputs, LABELS: labels}, own, Weighting(rows, targets, weights[0, tokens], positive(own)))
 
     @property
     def items(self) -> Tensor:
-        """The num_items_in_batch that the model or the trainer gets, an int64 scalar."""
-        return self.own.clamp(min=1)
+        """The num_items_in_batch that the model or the trainer gets, a scalar."""
+        return positive(self.own)
 
     def share_of(self, items: Tensor | None) -> Tensor:
         """Return the micro-batch's share of a number of items, which may be 0 if it has none itself; 1 for None."""
@@ -103,7 +103,7 @@ class WholeStep:
         if self.weighting is not None and (found := len(observed.sums)) != 1:
             raise PackingError(
                 "loss: expected a model whose own loss is computed from one F.cross_entropy of its logits for "
-                f"loss='sequence' and for documents that share prefixes or are on several ranks, but "
+                f"loss='sequence', for loss_weights and for documents that share prefixes or are on several ranks, but "
                 f"{type(inner_model(model)).__name__} computes {found}, or is compiled as a whole"
             )
 

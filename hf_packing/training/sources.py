@@ -26,6 +26,7 @@ from hf_packing.columns import (
     INPUT_IDS,
     KNOWN_COLUMNS,
     LABELS,
+    LOSS_WEIGHTS,
     SEGMENT_COLUMNS,
     SOURCE,
     TOKEN_TYPE_IDS,
@@ -120,6 +121,11 @@ class PackedRows:
     def shares_prefixes(self) -> bool:
         """True if rows are rows of trees."""
         return self.sampler.sizes.trees is not None
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if labels may have weights."""
+        return any(LOSS_WEIGHTS in row for row in self.first_rows(1))
 
     def first_rows(self, count: int) -> list[Row]:
         """Return a few rows with their labels; none if a collator masks tokens."""
@@ -222,7 +228,7 @@ def open_source(
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
         )
-        known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS, SOURCE]
+        known = [INPUT_IDS, LABELS, LOSS_WEIGHTS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS, SOURCE]
         names = [each for each in (*known, *more) if each in streams.features and each not in reading.unread]
         streamed = StreamedRows(
             streams,

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import accumulate, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from hf_packing.columns import (
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
+    LOSS_WEIGHTS,
     POSITION_IDS,
 )
 from hf_packing.errors import PackingError
@@ -84,6 +86,8 @@ class PackedCase(StepCase):
     loss: Loss = "token"
     has_own_loss: bool
     """Whether the loss is of the user's own code, which may read the places of tokens in the row."""
+    weight: float | None
+    """The weight of all labels in the packed step, which does not change its loss; None if labels have no weights."""
 
     def __init__(
         self,
@@ -105,6 +109,8 @@ class PackedCase(StepCase):
         elif batch is not None:
             self.kind = labels_of(batch)
             self.documents = self.kind.documents()
+        is_weighted = LOSS_WEIGHTS in batch if source is None and batch is not None else source and source.is_weighted
+        self.weight = 0.5 if is_weighted else None
         self.most_documents = collator.max_segments and collator.max_segments - 1
         runner.without_router_losses = self.kind.shares_tokens or runner.ranks_per_row > 1
         self.inner = inner_model(runner.model)
@@ -173,6 +179,8 @@ class PackedCase(StepCase):
     def batch_of(self, of: list[Document]) -> Batch:
         """Return the packed batch of some documents."""
         rows = [{name: each[0].cpu().numpy() for name, each in document.items()} for document in of]
+        if self.weight is not None:
+            rows = [{**row, LOSS_WEIGHTS: np.full(len(row[INPUT_IDS]), self.weight)} for row in rows]
         return send_to_device(self.collate(self.kind.rows_of(rows)), self.device)  # type: ignore[no-any-return]
 
     def padded(self, of: list[Document], padding: int) -> Batch:
@@ -302,7 +310,7 @@ class LoopCase(PackedCase):
         if self.function is not None:
             return self.function(self.model, inputs)
         step = WholeStep.of(self.model, inputs, self.loss)
-        items = torch.tensor(max(1, self.sizes(of)[-1]), device=self.device)
+        items = torch.tensor(max(1, self.sizes(of)[-1]) * (self.weight or 1), device=self.device)
         return step.run(self.model)[0] * step.share_of(items)
 
     def unpacked(self, of: list[Document], padding: int) -> Tensor:

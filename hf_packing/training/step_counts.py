@@ -11,8 +11,8 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from hf_packing.sampling.fill import mean_over_max
-from hf_packing.training.kinds import labels_of
-from hf_packing.training.losses import COUNTS, Batch, Loss
+from hf_packing.training.kinds import labels_of, refuse_zero
+from hf_packing.training.losses import COUNTS, Batch, Loss, exact_type, positive
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
 """Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a
@@ -23,10 +23,11 @@ def micro_batch_counts(batches: Sequence[Batch], loss: Loss) -> Tensor:
     """Count the tokens, documents, attention cost and items of the loss of each batch, without padding and copies.
 
     Returns:
-        int64 [batches, 4], on the batches' device. Items are the tokens, documents or other units over which the loss
+        float64 [batches, 4], on the batches' device. Items are the tokens, documents or other units over which the loss
         is averaged.
     """
-    return torch.stack([batch[COUNTS] if COUNTS in batch else labels_of(batch).counts(loss) for batch in batches])
+    counts = [batch[COUNTS] if COUNTS in batch else labels_of(batch).counts(loss) for batch in batches]
+    return torch.stack([each.to(exact_type(each.device)) for each in counts])
 
 
 @dataclass
@@ -42,15 +43,18 @@ class StepCounts:
     documents: Tensor | int = 0
     """The number of documents in all steps."""
 
-    def add(self, counts: Tensor) -> Tensor:
-        """Add the counts of an optimizer step, and return the number of its items, an int64 scalar of at least 1.
+    def add(self, counts: Tensor, batches: Sequence[Batch] = ()) -> Tensor:
+        """Add the counts of an optimizer step, and return the number of its items, a scalar that is not 0.
 
         Args:
-            counts: int64 [ranks, batches, 4 + sources], the result of `micro_batch_counts` on each rank.
+            counts: float64 [ranks, batches, 4 + sources], the result of `micro_batch_counts` on each rank.
+            batches: the micro-batches of this rank, whose weights must not be 0 with those of all ranks.
         """
+        items = counts[..., _ITEMS].sum()
+        refuse_zero(batches, items)
         self.steps.append(counts)
         self.documents = self.documents + counts[..., _DOCUMENTS].sum()
-        return counts[..., _ITEMS].sum().clamp(min=1)
+        return positive(items)
 
     def take(self, max_tokens: int | None) -> dict[str, float]:
         """Return packing metrics of the optimizer steps since the last call, by their names in the logs.

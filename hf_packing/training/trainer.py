@@ -79,10 +79,10 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
             return batches, None
         loader = self.callback_handler.train_dataloader
         sources = [loader.tokens_of_sources] if isinstance(loader, StreamLoader) else []
-        return batches, state.step_counts.add(self.counts_of(batches, device, *sources))
+        return batches, state.step_counts.add(self.counts_of(batches, device, *sources), batches)
 
     def counts_of(self, batches: Sequence[Batch], device: torch.device, *more: Tensor) -> Tensor:
-        """Return the counts of a step's micro-batches, and more of them, int64 [ranks, micro-batches, counts]."""
+        """Return the counts of a step's micro-batches, and more of them, float64 [ranks, micro-batches, counts]."""
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
         counts = micro_batch_counts([self.cut_for_this_step(batch) for batch in batches], self.attached.loss)
         counts = torch.cat([each.to(device) for each in (counts, *more)], 1)
@@ -152,7 +152,7 @@ class PackedTrainer(AttachedTrainer):
         loss = state.loss if trains or model.training else "token"
         step = WholeStep.of(model, inputs, loss)
         # SFTTrainer's own loss may have no logits to weight
-        of_model = labels_of(inputs).replaces_loss or (loss == "sequence" and state.sums_log_probs)
+        of_model = labels_of(inputs).replaces_loss or (step.weighting is not None and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
         with as_one_micro_batch(self), step.observed(model) as head:

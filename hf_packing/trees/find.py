@@ -7,7 +7,8 @@ no other document has are found by hashing, and are never sorted.
 
 Documents share a token only if everything that belongs to the token is equal, since a row has each value of a shared
 token once. Labels are the exception: a row says for each document which tokens it trains on. So labels are compared
-only where they are neither -100 nor the token itself.
+only where they are neither -100 nor the token itself. Weights in the loss are compared where documents train on the
+token, and those that train on it share it with no document that does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, LOSS_WEIGHTS
 from hf_packing.planning.lengths import (
     Array,
     Int32Array,
@@ -222,16 +223,20 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
     input_ids = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(pieces))
     found, names = [input_ids[:, None]], [INPUT_IDS]
     labels = read_labels(columns, pieces)
+    is_trained = np.ones(len(input_ids), dtype=bool) if labels is None else labels != IGNORED_LABEL
+    if are_beginnings:
+        is_trained[offsets[:-1]] = False
     if labels is not None:
-        labels[labels == input_ids] = IGNORED_LABEL
-        if are_beginnings:
-            labels[offsets[:-1]] = IGNORED_LABEL
+        labels[~is_trained | (labels == input_ids)] = IGNORED_LABEL
         if (labels != IGNORED_LABEL).any():
             found.append(labels[:, None])
             names.append(LABELS)
     for name, column in columns.items():
         if name not in (INPUT_IDS, *LABEL_COLUMNS):
-            found.append(_as_integers(column.gather(pieces)))
+            values = column.gather(pieces)
+            if name == LOSS_WEIGHTS:  # without a meaning where nothing is trained on
+                values = np.where(is_trained, values, 0)
+            found.append(_as_integers(values))
             names += [name] * found[-1].shape[1]
     joined = np.concatenate(found, axis=1).tobytes()
     borders = (offsets * 4 * len(names)).tolist()

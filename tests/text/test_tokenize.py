@@ -12,6 +12,7 @@ import re
 import warnings
 import zipfile
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 import datasets
@@ -291,7 +292,7 @@ def test_messages_that_say_not_to_train_on_them(said, template):
     chat = [*PLAIN[:1], {**PLAIN[1], **said}, *PLAIN[2:3], {**PLAIN[3], **other}]
     tokenizer = tokenizer_with(template)
     (both,), (all_labels,) = hfp.tokenize({"messages": [PLAIN]}, tokenizer).values()
-    (ids,), (labels,) = hfp.tokenize({"messages": [chat]}, tokenizer).values()
+    (ids,), (labels,), *_ = hfp.tokenize({"messages": [chat]}, tokenizer).values()  # floats have a column of their own
     assert ids == both
     last = hfp.tokenize({"prompt": [PLAIN[:3]], "completion": [PLAIN[3:]]}, tokenizer)["labels"][0]
     assert labels == last
@@ -302,18 +303,74 @@ def test_messages_that_say_not_to_train_on_them(said, template):
     assert hfp.tokenize(pair, tokenizer)["labels"] == [last], "the prompt is not trained on anyway"
     rows = datasets.Dataset.from_list([{"messages": chat}, {"messages": PLAIN}])
     assert hfp.tokenize(rows, tokenizer)["labels"][:] == [last, all_labels], "where Arrow adds nulls"
-    with pytest.raises(hfp.PackingError, match="batch, row 0: expected train_on='assistant' for messages not to"):
+    with pytest.raises(hfp.PackingError, match="batch, row 0: expected train_on='assistant' for messages with weights"):
         hfp.tokenize({"messages": [chat]}, tokenizer, train_on="all")
 
 
-@pytest.mark.parametrize("weight", [0.5, -1, 2, "1", True, float("nan")])
-def test_other_weights_of_messages_are_refused(weight):
+@pytest.mark.parametrize("weight", ["1", float("nan"), float("inf")])
+def test_weights_of_messages_are_finite_numbers(weight):
     chat = [PLAIN[0], {**PLAIN[1], "weight": weight}]
-    if weight is True:  # as 1
-        assert any(label >= 0 for label in hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))["labels"][0])
-    else:
-        with pytest.raises(hfp.PackingError, match=f"weight: expected 0 or 1 in a message, got {weight!r}"):
-            hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))
+    with pytest.raises(hfp.PackingError, match=f"weight: expected a finite number in a message, got {weight!r}"):
+        hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))
+
+
+def weighted_chats():
+    """Two chats, and what they weigh; those of a chat that no message of says anything about weigh 1."""
+    weights = [0.5, -2.0]
+    chat = [PLAIN[0], {**PLAIN[1], "weight": weights[0]}, PLAIN[2], {**PLAIN[3], "weight": weights[1]}]
+    return datasets.Dataset.from_list([{"messages": PLAIN}, {"messages": chat}]), weights
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_tokens_have_the_weight_of_their_message(template):
+    rows, weights = weighted_chats()
+    tokenizer = tokenizer_with(template)
+    made = hfp.tokenize(rows, tokenizer)
+    plain = hfp.tokenize(rows.select([0, 0]), tokenizer)
+    assert (made["input_ids"][:], made["labels"][:]) == (plain["input_ids"][:], plain["labels"][:])
+    assert made.features["loss_weights"].feature.dtype == "float32"
+    labels, (ones, found) = made["labels"][1], made["loss_weights"]
+    assert {*ones} == {1}
+    turns = [[*group] for is_trained, group in groupby(range(len(labels)), lambda at: labels[at] != -100) if is_trained]
+    assert [{found[at] for at in turn} for turn in turns] == [{weight} for weight in weights]
+    (batch,) = [hfp.tokenize(rows.to_dict(), tokenizer)]
+    assert batch["loss_weights"] == made["loss_weights"][:]
+    stream = hfp.tokenize(rows.to_iterable_dataset(), tokenizer)
+    assert [row["loss_weights"] for row in stream] == made["loss_weights"][:]
+
+
+def test_weights_that_are_whole_numbers_make_no_column_and_are_0_or_1():
+    def chat_of(weight):
+        return [PLAIN[0], {**PLAIN[1], "weight": weight}, PLAIN[2], {**PLAIN[3], "weight": 1}]
+
+    tokenizer = tokenizer_with(CHATML)
+    rows = datasets.Dataset.from_list([{"messages": PLAIN}, {"messages": chat_of(0)}])
+    assert hfp.tokenize(rows, tokenizer).column_names == ["input_ids", "labels"]
+    of_documents = rows.add_column("weight", [0.5, 0.5])
+    assert hfp.tokenize(of_documents, tokenizer).column_names == ["input_ids", "labels"]
+    said = (
+        "weight: expected 0, 1 or floats in messages, got 2; .* if the features of the dataset say that they are floats"
+    )
+    for dataset in (datasets.Dataset.from_list([{"messages": chat_of(2)}]), {"messages": [chat_of(2)]}):
+        with pytest.raises(hfp.PackingError, match=said):
+            hfp.tokenize(dataset, tokenizer)
+    with pytest.raises(hfp.PackingError, match="expected train_on='assistant' for messages with weights, got 'all'"):
+        hfp.tokenize({"messages": [chat_of(0.5)]}, tokenizer, train_on="all")
+
+
+@pytest.mark.parametrize("weight", [0.1, -1])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_prompts_with_a_weight(weight, is_chat):
+    row = {"prompt": PLAIN[:3], "completion": PLAIN[3:]} if is_chat else {"prompt": "a b", "completion": " c"}
+    rows, tokenizer = datasets.Dataset.from_list([row]), tokenizer_with(CHATML)
+    (plain,), (made,) = hfp.tokenize(rows, tokenizer), hfp.tokenize(rows, tokenizer, prompt_weight=weight)
+    assert made["input_ids"] == plain["input_ids"] == made["labels"]
+    wanted = [weight if label == -100 else 1 for label in plain["labels"]]
+    assert len({*wanted}) == 2
+    assert made["loss_weights"] == pytest.approx(wanted)
+    assert hfp.tokenize(rows, tokenizer, prompt_weight=0).column_names == ["input_ids", "labels"]
+    with pytest.raises(hfp.PackingError, match="prompt_weight: expected a finite number, got nan"):
+        hfp.tokenize(rows, tokenizer, prompt_weight=float("nan"))
 
 
 @pytest.mark.filterwarnings("ignore:tokenize")

@@ -39,13 +39,15 @@ ROW = 96
 
 
 def documents(lengths=LENGTHS, labels="some"):
-    """Documents with labels for "some" of their tokens, for the "last" one, or with "no" labels."""
+    """Documents with labels for "some" of their tokens, for the "last" one, or with "no" labels; "weighted" ones also
+    have weights, of which some are negative."""
     generator = np.random.default_rng(0)
     rows = []
     for length in lengths:
         ids = generator.integers(8, 100, length)
-        is_left_out = generator.random(length) < 0.3 if labels == "some" else np.arange(length) < length - 1
-        rows.append({"input_ids": ids} | ({"labels": np.where(is_left_out, -100, ids)} if labels != "no" else {}))
+        is_left_out = np.arange(length) < length - 1 if labels == "last" else generator.random(length) < 0.3
+        row = {"input_ids": ids} | ({"labels": np.where(is_left_out, -100, ids)} if labels != "no" else {})
+        rows.append(row | ({"loss_weights": generator.normal(1, 1, length)} if labels == "weighted" else {}))
     return datasets.Dataset.from_list(rows)
 
 
@@ -104,9 +106,11 @@ RUNS = {
     "loop, FSDP2": {"through": "loop", "fsdp": True},
     "loop, in chunks": {"through": "loop", "in_chunks": True},
     "loop, ranks without labels": {"through": "loop", "labels": "last"},
+    "loop, weighted": {"through": "loop", "labels": "weighted"},
     "loop, few tokens": {"through": "loop", "lengths": [1, 2, 1, 3, 2, 1]},
     "Trainer": {},
     "Trainer, sequence": {"loss": "sequence"},
+    "Trainer, weighted": {"labels": "weighted"},
     "Trainer, FSDP2": {"fsdp": True},
     "Trainer, in chunks": {"in_chunks": True},
     "Trainer, LoRA": {"lora": True},
@@ -115,7 +119,7 @@ RUNS = {
     "SFTTrainer": {"through": "sft"},
     "SFTTrainer, FSDP2": {"through": "sft", "fsdp": True},
 }
-FEW = ["loop, ranks without labels", "Trainer, FSDP2"]
+FEW = ["loop, ranks without labels", "Trainer, FSDP2", "Trainer, weighted"]
 
 
 def train(

@@ -169,7 +169,7 @@ def _patched(model: PreTrainedModel) -> tuple[PreTrainedModel, tuple[int, ...]]:
         with suppress(ModelNotSupportedError):
             patched = patch_model(copy.deepcopy(model).to(dtype))
             for lengths in (LENGTHS, LONGER):
-                with suppress(RuntimeError):
+                with suppress(RuntimeError, PackingError):
                     _, gradients = _run(patched, _row(lengths), _weights(lengths))
                     if all(bool(each.isfinite().all()) for each in gradients.values()):
                         return patched, lengths

@@ -13,18 +13,20 @@ from hf_packing.columns import (
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
+    LOSS_WEIGHTS,
     PADDING_SEGMENT,
     SEGMENT_COLUMNS,
     SEQ_IDX,
     TREE_COLUMNS,
 )
+from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Batch, Loss, exact_type
 
 Document = dict[str, Tensor]
 """The columns of a document, each [1, tokens]."""
 
-_NOT_OF_TOKENS = {*SEGMENT_COLUMNS, *TREE_COLUMNS}
-"""Columns that say where documents are."""
+_NOT_OF_TOKENS = {*SEGMENT_COLUMNS, *TREE_COLUMNS, LOSS_WEIGHTS}
+"""Columns that say where documents are, or how much they weigh."""
 
 
 class NextTokens(NamedTuple):
@@ -45,7 +47,7 @@ class PackedLabels:
     """The key of the labels in a batch of a `PackingCollator`."""
     borders: Sequence[str] = CU_SEQ_LENS[:1]
     """The keys that say where documents are."""
-    of_loss: Sequence[str] = (LABELS,)
+    of_loss: Sequence[str] = (LABELS, LOSS_WEIGHTS)
     """The keys that say what to train on, which a model does not need."""
     replaces_loss = False
     """True if a weighted sum always takes the place of the model's or the trainer's own loss."""
@@ -78,7 +80,7 @@ class PackedLabels:
 
     def is_weighted(self, loss: Loss) -> bool:
         """Return whether a weighted sum takes the place of the cross-entropy."""
-        return self.replaces_loss or loss == "sequence" or WEIGHTS in self.batch
+        return self.replaces_loss or loss == "sequence" or not {WEIGHTS, LOSS_WEIGHTS}.isdisjoint(self.batch)
 
     def num_documents(self) -> Tensor:
         """Return the number of documents, an int64 scalar: the segments, without those that only fill the batch."""
@@ -91,9 +93,32 @@ class PackedLabels:
         Returns:
             float64 [1, tokens], or float32 on an MPS device. The weight is 0 for a label of -100. Otherwise, the weight
             is 1 for loss="token", and 1 / (number of trainable tokens in the token's document) for loss="sequence". If
-            several documents train on a token, it is the sum of these weights.
+            several documents train on a token, it is the sum of these weights. Weights of the data multiply it.
+
+        Raises:
+            PackingError: loss="sequence", and labels of a document have different weights.
         """
-        return self.batch[WEIGHTS] if WEIGHTS in self.batch else self._own_weights(loss)
+        if WEIGHTS in self.batch:
+            return self.batch[WEIGHTS]  # type: ignore[no-any-return]
+        weights = self._own_weights(loss)
+        if LOSS_WEIGHTS in self.batch:
+            if loss == "sequence":
+                self._check_of_documents(self.batch[LOSS_WEIGHTS][0])
+            weights = weights * self.batch[LOSS_WEIGHTS].to(weights)
+        return weights
+
+    def _check_of_documents(self, given: Tensor) -> None:
+        following = self.next_tokens(predicts_next=False)
+        documents, places = self.of_documents(following)
+        weights = given[following.tokens[places]]
+        differs = (documents.diff() == 0) & (weights.diff() != 0)
+        if differs.any():
+            first = int(differs.int().argmax())
+            raise PackingError(
+                f"column {LOSS_WEIGHTS!r}: expected one weight for all labels of a document with loss='sequence', got "
+                f"{weights[first]:g} and {weights[first + 1]:g} in document {documents[first]} of a micro-batch; use "
+                "loss='token'"
+            )
 
     def _own_weights(self, loss: Loss) -> Tensor:
         labeled = (self.labels != IGNORED_LABEL).to(exact_type(self.labels.device))
@@ -108,12 +133,13 @@ class PackedLabels:
         return counted.diff()
 
     def total_of(self, weights: Tensor) -> Tensor:
-        """Return the number of items of some weights, a scalar."""
-        return weights.sum().round().long()
+        """Return the number of items of some weights, a scalar; of weights of the data, the sum of their sizes."""
+        return weights.abs().sum() if LOSS_WEIGHTS in self.batch else weights.sum().round().long()
 
     def items(self, loss: Loss) -> Tensor:
-        """Return the number of trainable tokens or, if loss="sequence", of documents with trainable tokens, an int64
-        scalar: what the loss of the batch is a mean of. A token counts once for each document that trains on it."""
+        """Return the number of trainable tokens or, if loss="sequence", of documents with trainable tokens, a scalar:
+        what the loss of the batch is a mean of. A token counts once for each document that trains on it, and as much as
+        it weighs."""
         return self.total_of(self.weights(loss))
 
     def next_tokens(self, predicts_next: bool = True) -> NextTokens:
@@ -144,13 +170,13 @@ class PackedLabels:
         return documents, torch.arange(len(documents), device=documents.device)
 
     def counts(self, loss: Loss) -> Tensor:
-        """Count the tokens, documents, attention cost and items of the loss, without padding and copies, int64 [4].
+        """Count the tokens, documents, attention cost and items of the loss, without padding and copies, float64 [4].
 
         Attention cost is the sum of squared segment lengths or, for trees, `TreeSegments.attention_cost`.
         """
         device = self.batch[INPUT_IDS].device
         counted = *self._sizes(), self.items(loss)
-        return torch.stack([torch.as_tensor(each, device=device) for each in counted])
+        return torch.stack([torch.as_tensor(each, dtype=exact_type(device), device=device) for each in counted])
 
     def _sizes(self) -> tuple[Any, Any, Any]:
         lengths = self._count_per_segment(self.batch[SEQ_IDX][0] >= 0)  # 0 for segments that only fill the batch

@@ -58,7 +58,7 @@ class PartLabels(PackedLabels):
         return part.layout.num_ranks
 
     def total_of(self, weights: Tensor) -> Tensor:
-        return weights.sum()  # of a document on several ranks, less than 1
+        return weights.abs().sum()  # of a document on several ranks, less than 1
 
     def next_tokens(self, predicts_next: bool = True) -> NextTokens:  # noqa: ARG002
         return super().next_tokens(predicts_next=False)
@@ -160,13 +160,13 @@ class PartCollator:
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))
         own = part_of({**batch, TARGETS: labels, WEIGHTS: weights}, part)
         del own[LABELS]
-        return {**own, COUNTS: torch.tensor(_counts(batch, part, self.loss))}
+        return {**own, COUNTS: torch.tensor(_counts(batch, part, self.loss), dtype=torch.float64)}
 
     def _layout_of(self, batch: Batch) -> RankLayout:
         return self.rows.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
 
 
-def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[int]:
+def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[float]:
     """Return the counts of a part as `micro_batch_counts` has them. Documents and items of the loss are those of the
     whole row on the first rank, and none on the others."""
     pieces, is_real = part.pieces, (batch[SEQ_IDX][0] >= 0).numpy()  # copies have lower numbers
@@ -174,7 +174,7 @@ def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[int]:
     cost = (real * ((pieces.start + pieces.length) ** 2 - pieces.start**2)).sum()
     whole = PackedLabels(batch)
     documents, items = (0, 0) if part.rank else (whole.num_documents(), whole.items(loss))
-    return [int(each) for each in (is_real[part.layout.places(part.rank)].sum(), documents, cost, items)]
+    return [float(each) for each in (is_real[part.layout.places(part.rank)].sum(), documents, cost, items)]
 
 
 def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.columns import ENDS, IGNORED_LABEL, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
+from hf_packing.columns import (
+    ENDS,
+    IGNORED_LABEL,
+    LABELS,
+    LOSS_WEIGHTS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    TRAINED,
+    TREE_LABELS,
+)
 from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.sampling.rows import trees_of_documents
 from hf_packing.training.kinds.packed import Document, NextTokens, PackedLabels
@@ -22,7 +31,7 @@ class TreeLabels(PackedLabels):
 
     own_key = TREE_LABELS
     borders = SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED
-    of_loss = ENDS, TRAINED, TREE_LABELS
+    of_loss = ENDS, TRAINED, TREE_LABELS, LOSS_WEIGHTS
     replaces_loss = shares_tokens = True
 
     @classmethod
