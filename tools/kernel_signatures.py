@@ -54,6 +54,8 @@ class Package:
     """From the name in the table to the end of the file's path, and the function's name in it."""
     is_source: bool = False
     """Whether to read the source distribution rather than a wheel."""
+    has_releases: bool = True
+    """False if there are only pre-releases."""
 
 
 PACKAGES = (
@@ -75,6 +77,12 @@ PACKAGES = (
         },
         is_source=True,
     ),
+    Package(
+        "flash-attn-4",
+        "4.0.0b36",
+        {"flash-attn 4": ("/cute/interface.py", "flash_attn_varlen_func")},
+        has_releases=False,
+    ),
     Package("kernels", "0.11", {"kernels get_kernel": (".py", "get_kernel")}),
 )
 
@@ -86,7 +94,8 @@ def read_packages() -> dict[str, Signatures]:
     """Download the packages, and return the signatures of their functions by package."""
     found: dict[str, Signatures] = {}
     for package in PACKAGES:
-        for version in newest_of_each_minor(_versions(package.name), package.oldest):
+        versions = _versions(package)
+        for version in newest_of_each_minor(versions, package.oldest, not package.has_releases):
             with tempfile.TemporaryDirectory() as folder:
                 archive = _download(package, version, Path(folder))
                 for name, (ending, function) in package.functions.items():
@@ -97,18 +106,18 @@ def read_packages() -> dict[str, Signatures]:
     return found
 
 
-def _versions(package: str) -> list[str]:
-    out = _pip("index", "versions", package)
+def _versions(package: Package) -> list[str]:
+    out = _pip("index", "versions", *[] if package.has_releases else ["--pre"], package.name)
     listed = re.search(r"Available versions: (.*)", out)
-    assert listed, f"pip lists no versions of {package}: {out}"
+    assert listed, f"pip lists no versions of {package.name}: {out}"
     return listed[1].split(", ")
 
 
-def newest_of_each_minor(versions: list[str], oldest: str) -> list[str]:
+def newest_of_each_minor(versions: list[str], oldest: str, prereleases: bool = False) -> list[str]:
     """Return the newest release of each minor version, from the oldest on, without builds such as 2.13.0+cpu."""
     newest: dict[tuple[int, ...], Version] = {}
     for version in map(Version, versions):
-        if version >= Version(oldest) and not version.is_prerelease and version.local is None:
+        if version >= Version(oldest) and version.is_prerelease == prereleases and version.local is None:
             minor = version.release[:2]
             newest[minor] = max(version, newest.get(minor, version))
     return [str(newest[minor]) for minor in sorted(newest)]
@@ -213,7 +222,7 @@ def tables(signatures: dict[str, Signatures]) -> str:
     """Return two tables in Markdown: which calls each kernel takes, and what runs with torch alone."""
     lines = ["| kernel | versions read | " + " | ".join(CASES) + " | grouped heads |", "|---" * 8 + "|"]
     hub = [name for name in signatures if name.startswith("kernels-community/")]
-    for name in (*hub, "flash-attn 3", "flash-attn 2", "torch varlen_attn"):
+    for name in (*hub, "flash-attn 4", "flash-attn 3", "flash-attn 2", "torch varlen_attn"):
         lines += _rows(name, signatures[name])
     flex = ["yes"] * 4 + ["no"]
     has_mask = sorted(set(signatures["torch flex_attention"]) & set(signatures["torch BlockMask"]), key=Version)

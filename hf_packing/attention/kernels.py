@@ -100,6 +100,12 @@ class VarlenKernel:
         own = inspect.signature(self.function).parameters
         return {meaning: name for meaning, names in _NAMES.items() for name in names if name in own}
 
+    @cached_property
+    def no_limit(self) -> Any:
+        """What stands for no limit on a side of a window: -1, or None for flash-attn 4, which takes -1 for a limit."""
+        name = self.arguments.get("window")
+        return inspect.signature(self.function).parameters[name].default[0] if name else -1
+
     def refusal(self, call: Call) -> str:
         """Return why the kernel does not take a call; an empty string if it does."""
         if self.function is None:
@@ -131,7 +137,7 @@ class VarlenKernel:
         In trees and on several ranks, keys and values are gathered. If these are many, they are gathered again in the
         backward pass, so that those of only one layer are in memory.
         """
-        back = -1 if window is None else window - 1
+        back = self.no_limit if window is None else window - 1
         options = {
             "scale": scale,
             "is_causal": is_causal,
@@ -219,6 +225,7 @@ def _find(module: str, name: str = "flash_attn_varlen_func") -> Any:
 
 
 KERNELS: list[Kernel] = [
+    VarlenKernel("flash-attn 4", partial(_find, "flash_attn.cute")),
     VarlenKernel("flash-attn 3", partial(_find, "flash_attn_interface")),
     VarlenKernel("flash-attn 2", partial(_find, "flash_attn")),
     VarlenKernel("torch varlen_attn", partial(_find, "torch.nn.attention.varlen", "varlen_attn"), is_torch=True),

@@ -96,6 +96,9 @@ EXACT = "exact attention, segment by segment"
         (TORCH_KERNEL, call("gathered keys", "window"), ""),
         (TORCH_KERNEL, call("gathered keys", "window on both sides"), "takes no window on both sides"),
         ("flash-attn 3", call("dropout"), "takes no dropout"),
+        ("flash-attn 4", call("dropout"), "takes no dropout"),
+        ("flash-attn 4", call("sinks"), "takes no sinks"),
+        ("flash-attn 4", call("window", "softcap"), ""),
         ("kernels-community/vllm-flash-attn3", call("sinks"), "takes no sinks"),
     ],
 )
@@ -138,6 +141,7 @@ def test_the_page_has_the_tables_of_these_signatures():
 def test_the_newest_release_of_each_minor_version():
     listed = ["2.13.0+cpu", "2.13.0", "2.9.1", "2.9.0", "2.5.1", "2.10.0", "2.14.0rc1"]
     assert newest_of_each_minor(listed, "2.6") == ["2.9.1", "2.10.0", "2.13.0"]
+    assert newest_of_each_minor([*listed, "2.14.0b7"], "2.6", prereleases=True) == ["2.14.0rc1"]
 
 
 class FlexOnCpu(FlexKernel):

@@ -21,7 +21,8 @@ KNOWN = json.loads(SIGNATURES.read_text())
 VARLEN = {
     (name.startswith("torch"), signature): pytest.param(name, signature, id=f"{name} {version}")
     for name in KNOWN
-    if name in ("torch varlen_attn", "flash-attn 2", "flash-attn 3") or name.startswith("kernels-community/")
+    if name in ("torch varlen_attn", "flash-attn 2", "flash-attn 3", "flash-attn 4")
+    or name.startswith("kernels-community/")
     for version, signature in reversed(KNOWN[name].items())
 }.values()
 """All different signatures, each with the first version that has it."""
@@ -45,6 +46,9 @@ def of_torch(given):
 def of_flash_attn(given):
     """flash-attn: `causal` sets the right side of the window to 0."""
     left, right = given["window_size"]
+    if "learnable_sink" in given:  # flash-attn 4, which takes -1 on the left alone for a limit
+        assert -1 not in (left, right)
+        left, right = (-1 if each is None else each for each in (left, right))
     right = 0 if given["causal"] else right
     rare = "s_aux alibi_slopes block_table seqused_q seqused_k qv q_descale k_descale v_descale"
     assert all(given.get(name) is None for name in rare.split())
