@@ -362,7 +362,7 @@ def load_model(head: Any, name: str | None, small: PreTrainedConfig, **settings:
     return head.from_pretrained(name, dtype=torch.float32, **settings) if name else head.from_config(small)
 
 
-def save_small(folder: str, texts: Iterable[str], encoder: bool = False) -> str:
+def save_small(folder: str, texts: Iterable[str], encoder: bool = False, **settings: Any) -> str:
     """Save a small model from scratch with its tokenizer, for trainers that load both by name; return the folder.
 
     Call it within `main_process_first`: the main process saves, the others return the folder.
@@ -371,11 +371,12 @@ def save_small(folder: str, texts: Iterable[str], encoder: bool = False) -> str:
         folder: where to save them.
         texts: what to train the tokenizer on.
         encoder: whether to save a BERT, and not a Llama.
+        settings: fields of the configuration of the Llama.
     """
     if PartialState().is_local_main_process:
         tokenizer = load_tokenizer(None, texts, masked=encoder)
         tokenizer.save_pretrained(folder)
         ids = token_ids(tokenizer)
-        small = small_bert(len(tokenizer), 512, **ids) if encoder else small_llama(len(tokenizer), **ids)
+        small = small_bert(len(tokenizer), 512, **ids) if encoder else small_llama(len(tokenizer), **ids, **settings)
         load_model(AutoModel if encoder else AutoModelForCausalLM, None, small).save_pretrained(folder)
     return folder

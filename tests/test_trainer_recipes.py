@@ -240,6 +240,23 @@ def test_grpo(tmp_path, capsys, lora):
     assert f"mean reward: {trainer.state.log_history[0]['rewards/reward/mean']:.3f} in the first 1 steps" in said
 
 
+def test_distill(tmp_path, capsys):
+    distill = pytest.importorskip("distill", exc_type=ImportError)  # older TRL has no DistillationTrainer
+    model, teacher = (
+        save_tiny_model(tmp_path / name, num_hidden_layers=layers) for name, layers in (("a", 1), ("b", 2))
+    )
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "say " * (n % 4 + 1)} for n in range(12)])
+    flags = ["--data", data, "--output_dir", tmp_path / "out", "--max_completion_length", 8, "--max_steps", 2]
+    named = ["--model_name_or_path", model]
+    trainer = distill.main([*map(str, [*flags, *named, "--teacher", teacher])])
+    said = capsys.readouterr().out
+    assert "teacher_model: LlamaForCausalLM, its tokens run as one packed row" in said
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert f"loss: {losses[0]:.4f} in the first 1 steps, {losses[1]:.4f} in the last 1" in said
+    with pytest.raises(ValueError, match="--teacher: expected one beside --model_name_or_path"):
+        distill.main([*map(str, [*flags[:2], "--output_dir", tmp_path / "other", *named])])
+
+
 def test_rewards_of_grpo():
     assert grpo.reward_of("length:4")(["abcd", "abc", "abcdef", "", "a" * 9]) == [1, 0.75, 0.5, 0, 0]
     assert grpo.reward_of("regex:a:?b+")(["abbc", "a:b", "", "c"]) == [0.75, 1, 0, 0]

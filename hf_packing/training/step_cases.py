@@ -28,6 +28,7 @@ from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import expect
 from hf_packing.columns import (
     ATTENTION_MASK,
+    COMPLETION_MASK,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
@@ -377,7 +378,7 @@ class BatchCase(StepCase):
         return stock.compute_loss(self.model, inputs, num_items_in_batch=self.items)  # type: ignore[no-any-return]
 
     def sizes(self, of: Batch) -> tuple[int, int, int]:
-        masks = [each for name, each in of.items() if name.endswith(ATTENTION_MASK)]
+        masks = [each for name, each in of.items() if name.endswith((ATTENTION_MASK, "prompt_mask", COMPLETION_MASK))]
         rows = next(len(each) for each in of.values() if isinstance(each, Tensor) and each.ndim)
         return rows, int(sum(each.sum() for each in masks)), rows
 
