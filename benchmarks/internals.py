@@ -28,6 +28,10 @@ HOME_OF = {
     "RowSizes": "sampling.sizes",
     "sizes_of_documents": "sampling.sizes",
     "sizes_of_packs": "sampling.sizes",
+    # how rollouts are divided: rollouts
+    "divide": "training.rollouts",
+    "linear_cost_of": "sampling.token_budget",
+    "mean_over_max": "sampling.fill",
     # documents on several ranks: long_documents
     "RankLayout": "planning.rank_layout",
     "plan_exchange": "planning.rank_layout",

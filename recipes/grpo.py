@@ -31,6 +31,7 @@ import hf_packing as hfp
 class Arguments:
     data: str | None = common.flag(None, "file, folder or name of the prompts; see above")
     reward: str = common.flag("regex:[aeiou]+", "length:N or regex:PATTERN; see above")
+    level: bool = common.flag(False, "let sampled rows change places, so that all ranks have equal work")
 
 
 def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
@@ -49,7 +50,7 @@ def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
         train_dataset=prompts,
         peft_config=get_peft_config(model),
     )
-    trainer.accelerator.print(hfp.attach(trainer, None))
+    trainer.accelerator.print(hfp.attach(trainer, None, level=given.level))
     trainer.train(resume_from_checkpoint=checkpoint)
     rewards = [logged["reward"] for logged in trainer.state.log_history if "reward" in logged]
     some = max(1, len(rewards) // 4)

@@ -38,6 +38,10 @@ TOY = {
     "samplers.py": ("--documents 3000 --ranks 2", "TokenBudget(16384)"),
     "long_documents.py": ("--documents 2000 --planned 2000 --ranks 8", "TokenBudget.lay_out"),
     "two_ranks.py": ("--tokens 64 --hidden 128 --layers 1 --steps 1 --rounds 1", "times as fast as on one"),
+    "rollouts.py": (
+        "--simulated 2 --hidden 64 --layers 1 --steps 1 --longest 16 --shrink 64 --rounds 1",
+        "times as fast with level=True",
+    ),
     "by_segment.py": ("--steps 2 --documents 4 --max-length 32 --sample 200 --threads 1", "Jamba: route: varlen"),
     "alignment.py": ("--documents 500", "align_tokens=128"),
     "shapes.py": ("--batches 2 --documents 500", "BestFit(16384, max_documents=255)"),
@@ -62,7 +66,7 @@ TOY = {
 
 RARELY = {
     *("head.py", "two_ranks.py", "score_trees.py", "first_batch.py", "shapes.py", "lockstep.py", "by_segment.py"),
-    *("patching.py", "padded_batches.py"),
+    *("patching.py", "padded_batches.py", "rollouts.py"),
 }
 """Those that start many processes or patch many models run in the survey."""
 

@@ -224,11 +224,11 @@ def compare(step: Step, right: Step, dtype: torch.dtype, noisy: Step | None = No
     names = dict.fromkeys((*right.gradients, *step.gradients))
     sizes = {name: _size(right.gradients.get(name)) for name in names}
     floor = limits.largest * max(sizes.values(), default=0.0)
-    loss = abs(step.loss - right.loss)
-    noise = limits.rounding * abs(noisy.loss - right.loss)
+    loss, noise = abs(step.loss - right.loss), limits.rounding * abs(noisy.loss - right.loss)
+    usual = limits.loss * max(abs(right.loss), *sizes.values(), 0.0)  # the terms of a loss may cancel, as advantages do
     found = StepDifference(
         loss / max(abs(right.loss), torch.finfo(torch.float32).tiny),
-        not (loss <= limits.loss * abs(right.loss) + noise or (math.isnan(step.loss) and math.isnan(right.loss))),
+        not (loss <= usual + noise or (math.isnan(step.loss) and math.isnan(right.loss))),
     )
     for name, size in sizes.items():
         own, expected, rounded = (each.gradients.get(name) for each in (step, right, noisy))

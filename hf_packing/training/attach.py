@@ -28,12 +28,14 @@ from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.rollouts import Leveling
 from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.streams import StreamSummary
 from hf_packing.training.trainer import PackedTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.trees.forest import check_fewest_shared
+from hf_packing.upstream.trl import ROLLOUTS
 
 _PICTURES = {"image", "images", "pixel_values"}
 """Columns of pictures, as collators of TRL and processors of transformers name them."""
@@ -46,7 +48,12 @@ all before the training, when the models are the same."""
 
 @overload
 def attach(
-    trainer: Any, batching: None, *, prove: ProveInTraining = ..., share_prefixes: bool | int = ...
+    trainer: Any,
+    batching: None,
+    *,
+    prove: ProveInTraining = ...,
+    share_prefixes: bool | int = ...,
+    level: bool = ...,
 ) -> UnpaddedModels: ...
 @overload
 def attach(
@@ -71,6 +78,7 @@ def attach(
     tokens: int | None = None,
     max_segments: int | None = None,
     share_prefixes: bool | int = False,
+    level: bool = False,
 ) -> Any:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
@@ -114,6 +122,9 @@ def attach(
         share_prefixes: if `batching` is None, whether prefixes that rows of a batch share, such as the prompt of
             several answers, are computed once. An integer is the fewest tokens to share; True means 16. For other
             batchings, see TokenBudget.
+        level: if `batching` is None, whether rows that a trainer such as GRPOTrainer has sampled change places between
+            ranks and between the micro-batches of an optimizer step, so that all have about as much work, and as many
+            rows as before. The loss of the step stays the same, which the first rollouts show.
 
     Returns:
         EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them. For
@@ -148,17 +159,21 @@ def attach(
         expect(None, stock, **of_packed_rows, loss_unit=loss_unit, match_documents_per_step=match_documents_per_step)
         expect(None, f"{stock}; pass the model", model_init=getattr(trainer, "model_init", None))
         fewest_shared = check_fewest_shared(share_prefixes)
+        if not hasattr(trainer, ROLLOUTS):
+            expect(False, f"for {type(trainer).__name__}, which samples no rows", level=level)
 
         def unpad(planned_from: PlannedFrom) -> UnpaddedModels:
-            planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared)
+            planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared, level=level)
             return unpad_models(trainer, prove, fewest_shared)
 
         with models_unpatched_on_error(trainer):
             unpadded = on_all_ranks(unpad)
         if isinstance(trainer, Trainer):
             _become(trainer, UnpaddedTrainer, AttachedBatches(without_attach(trainer), prove))
+            trainer.attached.leveling = Leveling(trainer) if level else None
         return unpadded
     expect(False, "beside a batching; pass it to TokenBudget", share_prefixes=share_prefixes)
+    expect(False, "beside a batching, which levels all ranks itself", level=level)
     plain = without_attach(trainer)
     is_whole = keeps_rows_whole(plain)
 

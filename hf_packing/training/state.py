@@ -32,6 +32,7 @@ from hf_packing.training.models import (
     unpad_models,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
+from hf_packing.training.rollouts import Leveling
 from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.step_counts import Predictions, StepCounts
@@ -63,6 +64,8 @@ class AttachedBatches:
         self.prove = prove
         self.first_batch_proof = FirstBatchProof() if prove == "first batch" else None
         """Proves the first batch; None if nothing is proven of it."""
+        self.leveling: Leveling | None = None
+        """The exchange of rows that were sampled; None if rows stay where they are."""
 
 
 class Attached(AttachedBatches, ABC):

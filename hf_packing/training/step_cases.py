@@ -211,7 +211,7 @@ class TrainerCase(PackedCase):
 
     def __init__(self, trainer: Any, model: nn.Module, batch: Batch | None, training: bool) -> None:
         state = trainer.attached
-        runner = _runner_of(trainer, model, ranks_of(state.batching) if training else 1)
+        runner = runner_of(trainer, model, ranks_of(state.batching) if training else 1)
         super().__init__(runner, state.collator, batch, state.source if batch is None else None)
         self.trainer, self.model, self.training = trainer, model, training
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
@@ -328,7 +328,7 @@ class RowsCase(StepCase):
     """
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:
-        self.trainer, self.model, self.runner = trainer, model, _runner_of(trainer, model)
+        self.trainer, self.model, self.runner = trainer, model, runner_of(trainer, model)
         self.device, self.source = input_device(inner_model(model)), trainer.attached.source
 
     def choose(self, without_padding: bool) -> CheckedRows | None:
@@ -363,7 +363,7 @@ class BatchCase(StepCase):
     """
 
     def __init__(self, trainer: Any, model: nn.Module, inputs: Batch, items: Any) -> None:
-        self.trainer, self.model, self.runner = trainer, model, _runner_of(trainer, model)
+        self.trainer, self.model, self.runner = trainer, model, runner_of(trainer, model)
         self.inputs, self.items = inputs, items
 
     def choose(self, without_padding: bool) -> Batch | None:
@@ -407,7 +407,8 @@ _UNCHANGED = ("train_dataset", "eval_dataset", "accelerator", "optimizer", "call
 """Attributes of a trainer that `compute_loss` does not change, or that are data."""
 
 
-def _runner_of(trainer: Any, model: nn.Module, ranks_per_row: int = 1) -> StepRunner:
+def runner_of(trainer: Any, model: nn.Module, ranks_per_row: int = 1) -> StepRunner:
+    """Return what runs steps of an attached trainer and leaves nothing of them."""
     _, *others = models_of(trainer).values()
     kind = trainer.attached.kind
     of_classes = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, (list, dict, set))]

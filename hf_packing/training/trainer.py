@@ -34,6 +34,7 @@ from hf_packing.training.step import refuse_unpatched
 from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams import StreamedRows, StreamLoader
+from hf_packing.upstream.trl import ROLLOUTS
 
 
 class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -245,6 +246,21 @@ class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     """A Trainer with its own batches, whose padding is not computed."""
 
     attached: AttachedBatches
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        sampled, leveling = vars(self).get(ROLLOUTS), self.attached.leveling
+        found = super()._prepare_inputs(inputs)
+        batches = vars(self).get(ROLLOUTS)
+        if leveling is None or batches is None or batches is sampled:
+            return found
+        leveled = leveling.level(batches)
+        setattr(self, ROLLOUTS, leveled)
+        return leveled[[each is found for each in batches].index(True)]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.attached.leveling is not None and "loss" in logs:
+            logs = {**logs, **self.attached.leveling.take()}
+        super().log(logs, *args, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **named: Any) -> Any:
         if (proof := self.attached.first_batch_proof) is not None and model.training:

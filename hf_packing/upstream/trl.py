@@ -3,6 +3,9 @@
 from dataclasses import fields
 from typing import Any
 
+ROLLOUTS = "_buffered_inputs"
+"""The attribute in which trainers that sample keep the micro-batches of a rollout. Without it, no rows are leveled."""
+
 
 def cuts_in_collator() -> bool:
     """Return whether TRL's collators cut rows at max_length, as before TRL 1.8, and not the trainers in their datasets.

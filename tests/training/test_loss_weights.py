@@ -6,10 +6,11 @@ import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from chunks import chunks_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
 from processes import on_ranks, read
+from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
 from trainers import Gradients, Plain, documents, loader_of, logged, on_each_batch, trainer_of
@@ -94,7 +95,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", fast_only([1, 4], 4))
 @pytest.mark.parametrize("column", ["loss_weights", "loss_weight"])
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_trainers_are_weighted(way, column, accumulation, kind, tmp_path):
@@ -208,7 +209,7 @@ def train_on_rank(folder, accumulation):
     torch.save(gradients, folder / f"gradients-{state.process_index}.pt")
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", fast_only([1, 2], 2))
 def test_steps_on_two_processes(accumulation, tmp_path):
     on_ranks(train_on_rank, tmp_path, accumulation, ranks=2)
     (first,), (second,) = (read(tmp_path, "seen", rank) for rank in (0, 1))
@@ -234,6 +235,7 @@ def test_weights_of_one_change_no_bit(loss, tmp_path):
         assert all(map(torch.equal, weights, exact))
 
 
+@settings(max_examples=15)
 @given(factor=st.floats(1e-6, 1e6))
 def test_scaled_weights_are_the_same_loss(factor):
     data, model = weighted(number=6), patched(dtype=torch.float64)

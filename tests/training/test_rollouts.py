@@ -1,0 +1,181 @@
+"""attach(trainer, None, level=True): sampled rows change places within an optimizer step, and nothing else changes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import trl
+from accelerate import PartialState
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import on_ranks
+from tiers import slow
+from trainers import tokenizer, trainer_of
+from whole_rows import arguments, policy, texts
+from whole_rows import trainer_of as rows_trainer_of
+
+import hf_packing as hfp
+from hf_packing.training import rollouts
+from hf_packing.training.rollouts import divide
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+SIDES = "prompt", "completion"
+
+
+def scripted(input_ids, generation_config, **_):
+    """Completions of 1 to 16 tokens, which follow from the prompts and from their place in the batch."""
+    most, rows = generation_config.max_new_tokens, []
+    for place, prompt in enumerate(input_ids.tolist()):
+        rng = np.random.default_rng([place, *filter(None, prompt)])
+        answer = rng.integers(8, 120, int(np.clip(rng.lognormal(1.5, 1), 1, most - 1))).tolist()
+        rows.append([*prompt, *answer, 2, *[0] * (most - 1 - len(answer))])
+    return torch.tensor(rows)
+
+
+def reward(completions, **_):
+    return [float(len(each) % 7) - 3 for each in completions]
+
+
+def sampling(folder, kind=trl.GRPOTrainer, config=trl.GRPOConfig, accumulation=4, **options):
+    sizes = {"num_generations": 2, "max_completion_length": 16, "per_device_train_batch_size": 2}
+    sizes |= {"gradient_accumulation_steps": accumulation, "max_steps": 3, "logging_steps": 1}
+    model = policy("llama")
+    model.save_pretrained(folder / "reference")  # from where TRL loads it
+    model.config._name_or_path = str(folder / "reference")
+    trainer = kind(
+        model,
+        reward_funcs=reward,
+        args=arguments(folder, config, **sizes | options),
+        train_dataset=texts(48, prompt=9),
+        processing_class=tokenizer(),
+    )
+    trainer.model.generate = scripted
+    return trainer
+
+
+KINDS = {
+    **{loss: (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": loss}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo")},
+    "several steps of a rollout": (trl.GRPOTrainer, trl.GRPOConfig, {"steps_per_generation": 8, "num_iterations": 2}),
+    "reference": (trl.GRPOTrainer, trl.GRPOConfig, {"beta": 0.1}),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig, {}),
+}
+
+
+def train(folder, name, level):
+    kind, config, options = KINDS[name]
+    trainer = sampling(folder, kind, config, **options)
+    hfp.attach(trainer, None, level=level)
+    seen, own = [], trainer._prepare_inputs
+
+    def note(inputs):
+        seen.append(own(inputs))
+        return seen[-1]
+
+    trainer._prepare_inputs = note
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [each.detach().clone() for each in trainer.model.parameters()], seen, logs
+
+
+def rows_of(batches):
+    """The tokens of all rows, and what belongs to a row."""
+    found = []
+    for batch in batches:
+        for row in range(len(batch["prompt_mask"])):
+            ids = [
+                batch[f"{side}_ids"][row][batch[f"{side}_mask"][row] > 0].tolist() for side in ("prompt", "completion")
+            ]
+            found.append((*ids, round(batch["advantages"][row].item(), 3)))
+    return sorted(found)
+
+
+def tokens_of(batches):
+    return [sum(int(batch[f"{side}_mask"].sum()) for side in SIDES) for batch in batches]
+
+
+@pytest.mark.parametrize(
+    "name", ["dapo", *map(slow, ["grpo", "dr_grpo", "several steps of a rollout", "reference", "rloo"])]
+)
+def test_micro_batches_of_one_process_are_leveled(name, tmp_path):
+    (wanted, stock, _), (found, leveled, logs) = (train(tmp_path, name, level) for level in (False, True))
+    assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True))
+    assert len(stock) == len(leveled)
+    for first in range(0, len(stock), 4):
+        before, after = stock[first : first + 4], leveled[first : first + 4]
+        assert rows_of(before) == rows_of(after)
+        assert max(tokens_of(after)) <= max(tokens_of(before))
+        assert {len(b["prompt_mask"]) for b in after} == {2}
+        assert all(b[f"{side}_mask"].any(0)[edge] for b in after for side, edge in zip(SIDES, (0, -1), strict=True))
+    assert all(entry["utilization"] == entry["utilization_as_sampled"] == 1 for entry in logs if "utilization" in entry)
+    assert logs[0]["largest_micro_batch"] == max(
+        int(b["prompt_mask"].sum() + b["completion_mask"].sum()) for b in leveled[:4]
+    )
+
+
+def test_a_mean_over_the_tokens_of_a_micro_batch_is_refused(tmp_path):
+    with pytest.raises(hfp.PackingError, match="level: expected a loss that does not depend on which rows share"):
+        train(tmp_path, "bnpo", level=True)
+
+
+def train_on_ranks(folder, names):
+    for name in names:
+        for level in (False, True):
+            weights, seen, logs = train(folder / "checkpoints", name, level)
+            busy = [(entry["utilization_as_sampled"], entry["utilization"]) for entry in logs if "utilization" in entry]
+            torch.save((weights, rows_of(seen), busy), folder / f"{name}-{level}-{PartialState().process_index}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_of_ranks_are_leveled(ranks, tmp_path):
+    names = ["grpo", "dr_grpo", "dapo", "rloo"]
+    on_ranks(train_on_ranks, tmp_path, names, ranks=ranks)
+    for name in names:
+        of = {
+            level: [torch.load(tmp_path / f"{name}-{level}-{rank}.pt") for rank in range(ranks)]
+            for level in (False, True)
+        }
+        wanted, found = of[False][0][0], of[True][0][0]
+        assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True)), (
+            name
+        )
+        rows = [sorted(row for _, rows, _ in each for row in rows) for each in of.values()]
+        assert rows[0] == rows[1]
+        assert of[False][0][1] != of[True][0][1]
+        assert not of[False][0][2]
+        for before, after in of[True][0][2]:
+            assert before < after <= 1
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 5))
+def test_each_micro_batch_has_as_many_rows(costs, rounds, ranks):
+    cost = np.array(costs * rounds * ranks)
+    places = divide(cost, rounds, ranks)
+    assert places.shape == (rounds, ranks, len(costs))
+    assert sorted(places.ravel().tolist()) == [*range(len(cost))]
+    # no micro-batch is fuller than the mean by more than the largest row
+    totals = cost[places].sum(2)
+    assert totals.max() <= totals.mean() + cost.max() + 1e-9
+
+
+def test_what_cannot_be_leveled_is_refused(tmp_path):
+    with pytest.raises(hfp.PackingError, match="level: expected False for RewardTrainer, which samples no rows"):
+        hfp.attach(rows_trainer_of("reward", tmp_path), None, level=True)
+    with pytest.raises(hfp.PackingError, match="level: expected False beside a batching"):
+        hfp.attach(trainer_of(tmp_path), hfp.TokenBudget(64), level=True)
+    mask = torch.ones(2, 3, dtype=torch.long)
+    batch = {
+        "prompt_mask": mask,
+        "completion_mask": mask[:, :2],
+        "advantages": torch.ones(2),
+        "number": torch.tensor(1),
+    }
+    rollouts._check([batch])
+    for more in ({"pixel_values": torch.ones(9, 4)}, {"images": [None, None]}, {"completion_logps": torch.ones(2, 3)}):
+        with pytest.raises(hfp.PackingError, match=f"got {next(iter(more))!r}, which does not"):
+            rollouts._check([copy.copy(batch) | more])
+    with pytest.raises(hfp.PackingError, match="with prompt_mask and completion_mask"):
+        rollouts._check([{"input_ids": mask}])
