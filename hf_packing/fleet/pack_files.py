@@ -349,7 +349,9 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
         inputs=list(task.inputs),
         rows=plan.num_packs,
         sha256=sha256_of(LocalFileSystem(), str(fresh)),
-        columns=", ".join(sorted(f"{each.name} ({each.type.value_type})" for each in filled[0].schema)),
+        columns=", ".join(
+            sorted(f"{each.name} ({getattr(each.type, 'value_type', each.type)})" for each in filled[0].schema)
+        ),
         counts={
             **{name: metrics[name] for name in metrics if name.startswith("num_")},
             "slots": total_of(plan.pack_capacity),

@@ -82,17 +82,18 @@ def attach(
 ) -> Any:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
-    Call `attach` before `train()`, on all ranks at the same time. `attach` patches the model on its current
-    device, so that documents in a batch do not attend to each other. The argument `batching` then decides which rows
-    share a micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. All ranks
-    and epochs have equally many micro-batches, in an order that changes every epoch. A resumed run continues exactly
-    with the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and
-    micro-batches. Labels and loss masks are used as without attach. A collator that masks tokens masks each document by
-    itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
-    joins up to per_device_eval_batch_size rows into one flat row of no more tokens than in training, unless a row alone
-    has more, and predictions have the same flat shape. After you change the training dataset or something that decides
-    batches or the loss, call `attach` again; until then, train(), evaluate() and predict() raise an error that names
-    the change.
+    Call `attach` before `train()`, on all ranks at the same time. `attach` patches the model on its current device, so
+    that documents in a batch do not attend to each other. The argument `batching` then decides which rows share a
+    micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. All ranks and
+    epochs have equally many micro-batches, in an order that changes every epoch. A resumed run continues exactly with
+    the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and micro-batches.
+    Labels and loss masks are used as without attach; the column `loss_weights`, one number for each token, or
+    `loss_weight`, one for each document, weights the loss. A collator that masks tokens masks each document by itself,
+    anew in every epoch. The evaluation loss is the mean over all labels other than -100, with their weights. An
+    evaluation batch joins up to per_device_eval_batch_size rows into one flat row of no more tokens than in training,
+    unless a row alone has more, and predictions have the same flat shape. After you change the training dataset or
+    something that decides batches or the loss, call `attach` again; until then, train(), evaluate() and predict() raise
+    an error that names the change.
 
     A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
     the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different

@@ -173,6 +173,8 @@ def evaluation_loss(
 ) -> float:
     """Return the mean loss over all trainable tokens of a dataset: all tokens with a label other than -100.
 
+    With a column `loss_weights` or `loss_weight`, it is the weighted mean.
+
     The result is the same for any rows_per_batch and any number of ranks. After `attach`, the eval_loss of a Trainer is
     this mean, too, plus what the model adds to its cross-entropy, such as the loss of routers. If the model was trained
     with max_ranks_per_document, rows are on several ranks here, too.
@@ -237,6 +239,7 @@ def compute_loss(model: nn.Module, batch: Batch, *, loss: Loss | None = None, nu
 
     The batch comes from a loader of `prepare_dataloader`, or from a PackingCollator. In a batch of trees, each token
     counts once for every document that trains on it, so that the loss is that of the documents without shared prefixes.
+    With `loss_weights` in the batch, the sum is weighted, and its items are the sum of the weights without their signs.
     Logits are computed for one chunk of tokens at a time, and only for tokens with a label, so that large vocabularies
     need little memory.
 

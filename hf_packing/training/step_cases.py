@@ -78,6 +78,7 @@ class PackedCase(StepCase):
         batch: a batch, whose documents make the step if there is no source.
         source: the source whose next documents make the step; None if the documents of the source cannot be read
             again.
+        is_weighted: whether labels may have weights, on any rank.
     """
 
     most_tokens: int | None
@@ -96,6 +97,7 @@ class PackedCase(StepCase):
         collator: PackingCollator,
         batch: Batch | None,
         source: PackedRows | None,
+        is_weighted: bool,
     ) -> None:
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
         self.collate: Callable[[Any], Batch] = collator
@@ -110,7 +112,6 @@ class PackedCase(StepCase):
         elif batch is not None:
             self.kind = labels_of(batch)
             self.documents = self.kind.documents()
-        is_weighted = LOSS_WEIGHTS in batch if source is None and batch is not None else source and source.is_weighted
         self.weight = 0.5 if is_weighted else None
         self.most_documents = collator.max_segments and collator.max_segments - 1
         runner.without_router_losses = self.kind.shares_tokens or runner.ranks_per_row > 1
@@ -212,7 +213,8 @@ class TrainerCase(PackedCase):
     def __init__(self, trainer: Any, model: nn.Module, batch: Batch | None, training: bool) -> None:
         state = trainer.attached
         runner = runner_of(trainer, model, ranks_of(state.batching) if training else 1)
-        super().__init__(runner, state.collator, batch, state.source if batch is None else None)
+        source = state.source if batch is None else None
+        super().__init__(runner, state.collator, batch, source, state.source.is_weighted)
         self.trainer, self.model, self.training = trainer, model, training
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
         made_by = state.kind.compute_loss.__module__, getattr(trainer.compute_loss_func, "__module__", "trl.")
@@ -302,7 +304,8 @@ class LoopCase(PackedCase):
         source: Any = None,
     ) -> None:
         runner = StepRunner(model, ranks_per_row=labels_of(batch).ranks)
-        super().__init__(runner, collator, batch, source if isinstance(source, PackedRows) else None)
+        is_weighted = LOSS_WEIGHTS in batch if source is None else source.is_weighted
+        super().__init__(runner, collator, batch, source if isinstance(source, PackedRows) else None, is_weighted)
         self.model, self.function, self.loss, self.has_own_loss = model, function, loss, function is not None
         self.most_tokens = batch[INPUT_IDS].shape[1]
 

@@ -25,6 +25,7 @@ from hf_packing.columns import (
     INPUT_IDS,
     KNOWN_COLUMNS,
     LABELS,
+    LOSS_WEIGHTS,
     SEQ_IDX,
     SEQ_LENGTHS,
     SOURCE,
@@ -225,6 +226,11 @@ class StreamedRows:
     def shares_prefixes(self) -> bool:
         """True if the rows are rows of trees."""
         return self.streams.packing.packing.fewest_shared is not None
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if labels may have weights."""
+        return LOSS_WEIGHTS in self.names
 
     @property
     def sources(self) -> list[str]:

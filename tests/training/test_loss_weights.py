@@ -1,5 +1,7 @@
 """Weighted labels: the loss of a step is the weighted sum over its labels, divided by the sum of the weights' sizes."""
 
+from itertools import chain
+
 import datasets
 import numpy as np
 import pytest
@@ -197,26 +199,36 @@ def test_evaluation(tmp_path):
     assert trainer.evaluate(hfp.pack(data, hfp.BestFit(64)))["eval_loss"] == pytest.approx(wanted, rel=CLOSE)
 
 
-def train_on_rank(folder, accumulation):
-    state = PartialState(cpu=True)
-    data = weighted()
-    trainer = trainer_of(
-        folder, SFTTrainer, patched(dtype=torch.float64), data, gradient_accumulation_steps=accumulation, **ONE_STEP
-    )
+def half_weighted():
+    """Of which one of two processes sees weights of 1 alone, if it reads them as a stream."""
+    data = weighted("loss_weight", 48)
+    numbers = [1.0 if number < 24 else 2.5 - number % 2 for number in range(48)]
+    return data.remove_columns("loss_weight").add_column("loss_weight", numbers)
+
+
+def train_on_rank(folder, accumulation, stream):
+    state, kind = PartialState(cpu=True), Trainer if stream else SFTTrainer
+    data = half_weighted().to_iterable_dataset(num_shards=2) if stream else weighted()
+    options = ONE_STEP | {"gradient_accumulation_steps": accumulation}
+    trainer = trainer_of(folder, kind, patched(dtype=torch.float64), data, **options)
     hfp.attach(trainer, hfp.TokenBudget(64))
+    has_weights = []
+    on_each_batch(trainer, lambda batch: has_weights.append("loss_weights" in batch))
     loss, gradients, seen = first_step(trainer)
-    write(folder, state.process_index, "seen", documents=seen, loss=loss)
+    write(folder, state.process_index, "seen", documents=seen, loss=loss, has_weights=has_weights)
     torch.save(gradients, folder / f"gradients-{state.process_index}.pt")
 
 
-@pytest.mark.parametrize("accumulation", fast_only([1, 2], 2))
-def test_steps_on_two_processes(accumulation, tmp_path):
-    on_ranks(train_on_rank, tmp_path, accumulation, ranks=2)
+@pytest.mark.parametrize(("accumulation", "stream"), fast_only([(1, False), (2, False), (1, True)], (1, True)))
+def test_steps_on_two_processes(accumulation, stream, tmp_path):
+    on_ranks(train_on_rank, tmp_path, accumulation, stream, ranks=2)
     (first,), (second,) = (read(tmp_path, "seen", rank) for rank in (0, 1))
-    wanted, exact = by_hand([*first["documents"], *second["documents"]], weights_by_document(weighted()))
+    data = half_weighted() if stream else weighted()
+    wanted, exact = by_hand([*first["documents"], *second["documents"]], weights_by_document(data))
     assert first["loss"] == second["loss"] == pytest.approx(wanted, rel=CLOSE)
     for rank in (0, 1):
         assert largest_difference(torch.load(tmp_path / f"gradients-{rank}.pt"), exact) < CLOSE
+    assert ({*first["has_weights"], *second["has_weights"]} == {False, True}) == stream
 
 
 def logs_of(folder, data, **how):
@@ -331,3 +343,24 @@ def test_rows_that_stay_whole_have_no_weights(tmp_path):
     model.config.pad_token_id = 0
     with pytest.raises(hfp.PackingError, match="column 'loss_weight': expected no weights for Trainer"):
         hfp.attach(trainer_of(tmp_path, model=model, data=data), hfp.TokenBudget(64))
+
+
+def test_mixtures_and_files_keep_the_weight_of_every_token(tmp_path):
+    """Of which a few documents wait for the next window of a stream."""
+    weights = {1: 0.5, 2: 2.0, 3: -1.0}
+    rows = [[{"input_ids": [each] * n, "loss_weight": weights[each]} for n in (3, 2, 7, 5) * 5] for each in (1, 2)]
+    first, second = map(datasets.Dataset.from_list, rows)
+    streams = {"first": first.to_iterable_dataset(num_shards=2), "second": second.to_iterable_dataset(num_shards=2)}
+    mixed = hfp.mix(streams, {"first": 80, "second": 80}, stopping_strategy="all_exhausted")
+    first.to_parquet(tmp_path / "first.parquet")
+    hfp.fleet.pack([str(tmp_path / "first.parquet")], hfp.BestFit(16), str(tmp_path / "fleet"))
+    of_files = datasets.load_dataset("parquet", data_files=str(tmp_path / "fleet" / "*.parquet"), split="train")
+    made = [hfp.pack(mixed, hfp.BestFit(16), **how) for how in ({"window_packs": 2}, {"streams": 2})]
+    for packed in (*made, of_files):
+        pairs = (zip(row["input_ids"], row["loss_weights"], strict=True) for row in packed)
+        found = [*chain.from_iterable(pairs)]
+        assert all(weights[ids] == weight for ids, weight in found)
+        assert len(found) >= sum(len(row["input_ids"]) for row in first)
+    third = datasets.Dataset.from_list([{"input_ids": [3]}]).to_iterable_dataset()
+    with pytest.raises(hfp.PackingError, match="expected the token columns input_ids, loss_weight, as in 'first'"):
+        hfp.mix(streams | {"third": third}, {"first": 1, "second": 1, "third": 1})
