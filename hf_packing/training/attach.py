@@ -27,7 +27,7 @@ from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
-from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.rollouts import Leveling
 from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
@@ -162,6 +162,8 @@ def attach(
         fewest_shared = check_fewest_shared(share_prefixes)
         if not hasattr(trainer, ROLLOUTS):
             expect(False, f"for {type(trainer).__name__}, which samples no rows", level=level)
+        elif data_rank(trainer.accelerator).world_size < trainer.accelerator.num_processes:
+            expect(False, "with tensor parallelism, whose ranks sample the same rows", level=level)
 
         def unpad(planned_from: PlannedFrom) -> UnpaddedModels:
             planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared, level=level)

@@ -34,7 +34,7 @@ def refuse_zero(batches: Sequence[Batch], items: Tensor) -> None:
     for batch in batches:
         if LOSS_WEIGHTS in batch and not items:
             documents = labels_of(batch).documents()
-            first = next(each for each in documents if (each[LABELS] != IGNORED_LABEL).any())
+            first = next((each for each in documents if (each[LABELS] != IGNORED_LABEL).any()), documents[0])
             raise PackingError(
                 f"column {LOSS_WEIGHTS!r}: expected a weight other than 0 in every optimizer step, got a step whose "
                 f"weights are all 0, as of the document that begins with the tokens {first[INPUT_IDS][0, :8].tolist()}"
