@@ -141,7 +141,7 @@ class PackedTrainer(AttachedTrainer):
         if (proof := state.first_batch_proof) is not None:
             proof.check(
                 model,
-                {**inputs, ITEMS: num_items_in_batch} if trains else inputs,
+                {**inputs, ITEMS: num_items_in_batch.long()} if trains else inputs,
                 "training" if model.training else "evaluation",
                 lambda mode: self.step_case(model, inputs, mode == "training"),
             )

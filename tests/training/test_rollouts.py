@@ -1,6 +1,7 @@
 """attach(trainer, None, level=True): sampled rows change places within an optimizer step, and nothing else changes."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -43,8 +44,9 @@ def sampling(folder, kind=trl.GRPOTrainer, config=trl.GRPOConfig, accumulation=4
     sizes = {"num_generations": 2, "max_completion_length": 16, "per_device_train_batch_size": 2}
     sizes |= {"gradient_accumulation_steps": accumulation, "max_steps": 3, "logging_steps": 1}
     model = policy("llama")
-    model.save_pretrained(folder / "reference")  # from where TRL loads it
-    model.config._name_or_path = str(folder / "reference")
+    own = folder / f"reference-{os.environ.get('RANK', 0)}"  # from where TRL loads it
+    model.save_pretrained(own)
+    model.config._name_or_path = str(own)
     trainer = kind(
         model,
         reward_funcs=reward,
