@@ -1,6 +1,7 @@
 """Trainers of TRL that distill a teacher: attach(trainer, None) leaves losses and gradients as they are, unpadded."""
 
 import copy
+from importlib import import_module
 
 import datasets
 import pytest
@@ -36,10 +37,11 @@ def chats():
 
 def of_trl(name, module):
     """A trainer and its arguments, in TRL itself or in its experiments; skipped where TRL has none."""
-    found = trl if module is None else pytest.importorskip(f"trl.experimental.{module}", exc_type=ImportError)
-    if not hasattr(found, f"{name}Trainer"):
+    try:
+        found = trl if module is None else import_module(f"trl.experimental.{module}")
+        return getattr(found, f"{name}Trainer"), getattr(found, f"{name}Config")
+    except (ImportError, AttributeError):
         pytest.skip(f"no {name}Trainer in TRL")
-    return getattr(found, f"{name}Trainer"), getattr(found, f"{name}Config")
 
 
 def trainer_of(name, module, data, with_teacher, folder, **options):
