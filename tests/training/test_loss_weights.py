@@ -96,10 +96,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+FAST = ("tokens", "packed", "stream", "packed stream")
+
+
+@pytest.mark.parametrize("kind", fast_only([Trainer, SFTTrainer], Trainer))
 @pytest.mark.parametrize("accumulation", fast_only([1, 4], 4))
 @pytest.mark.parametrize("column", ["loss_weights", "loss_weight"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", fast_only(WAYS, *FAST))
 def test_steps_of_trainers_are_weighted(way, column, accumulation, kind, tmp_path):
     data = weighted(column)
     if kind is SFTTrainer and way not in ("tokens", "packed", "mapped"):
@@ -237,7 +240,7 @@ def logs_of(folder, data, **how):
     return logged(trainer), [each.detach().clone() for each in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize("loss", fast_only(["token", "sequence"], "token"))
 def test_weights_of_one_change_no_bit(loss, tmp_path):
     data = documents(45)
     ones = data.add_column("loss_weights", [[1.0] * len(row) for row in data["input_ids"]])
