@@ -30,7 +30,11 @@ from hf_packing.upstream.datasets import indices_of
 TOKENS_AT_ONCE = 1 << 19
 """Columns are read and rows are written in blocks of about this many tokens, so that memory use stays bounded."""
 
-VALUES_OF_TOKENS = {INPUT_IDS: "integers", LABELS: "integers"} | dict.fromkeys((ATTENTION_MASK, *LOSS_MASKS), "0 and 1")
+VALUES_OF_TOKENS = {
+    **dict.fromkeys((INPUT_IDS, LABELS), "integers"),
+    **dict.fromkeys((ATTENTION_MASK, *LOSS_MASKS), "0 and 1"),
+    LOSS_WEIGHTS: "numbers",
+}
 """Columns that must have a number for each token, with a description of these numbers."""
 _UNREADABLE = -1
 """What stands for the length of a row that is null, or has a value that is."""
@@ -155,9 +159,7 @@ def find_token_columns(table: pa.Table, row_numbers: RowNumbers = ALL_ROWS) -> T
     """
     names = table.column_names
     check_are_documents(names)
-    for name, values in VALUES_OF_TOKENS.items():
-        if name in names and not is_token_type(kind := table.schema.field(name).type):
-            raise PackingError(f"column {name!r}: expected lists of {values}, one for each token, got {kind}")
+    _check_types(table, names)
     others = [field.name for field in table.schema if is_token_type(field.type) and field.name != INPUT_IDS]
     columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in (INPUT_IDS, *others)}
     check_same_lengths(columns)
@@ -166,6 +168,13 @@ def find_token_columns(table: pa.Table, row_numbers: RowNumbers = ALL_ROWS) -> T
     if (mask := columns.pop(ATTENTION_MASK, None)) is not None:
         check_no_padding(mask)
     return columns
+
+
+def _check_types(table: pa.Table, names: Collection[str]) -> None:
+    """Raise PackingError if a column that must have a number for each token has something else."""
+    for name, values in VALUES_OF_TOKENS.items():
+        if name in names and not is_token_type(kind := table.schema.field(name).type):
+            raise PackingError(f"column {name!r}: expected lists of {values}, one for each token, got {kind}")
 
 
 def documents_in(dataset: Any) -> pa.Table:
@@ -182,6 +191,7 @@ def token_columns_of(dataset: Any) -> TokenColumns:
 def columns_of(dataset: Any, names: Collection[str]) -> TokenColumns:
     """Return some columns of a Dataset, which must have lists of numbers; LOSS_WEIGHTS for LOSS_WEIGHT."""
     table, numbers = dataset.data.table, row_numbers(dataset)
+    _check_types(table, names)
     columns = {name: TokenColumn(name, table.column(name), numbers) for name in names if name != LOSS_WEIGHT}
     if LOSS_WEIGHT in names:
         columns[LOSS_WEIGHTS] = RepeatedColumn(table, numbers, columns[INPUT_IDS].length)

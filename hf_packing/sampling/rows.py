@@ -33,6 +33,7 @@ from hf_packing.columns import (
     TREE_LABELS,
     apply_loss_masks,
     loss_masks_in,
+    refuse_columns,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of, total_of
@@ -213,8 +214,9 @@ def _length_of(values: Any) -> int | str:
 
 def _with_weights(row: Row) -> Row:
     """Return a row with the weight of its document for each token, if it has one."""
-    if LOSS_WEIGHT not in row or LOSS_WEIGHTS in row:  # the collator refuses both
+    if LOSS_WEIGHT not in row:
         return row
+    refuse_columns((LOSS_WEIGHTS,), row, f"no such column beside {LOSS_WEIGHT!r}; multiply the weights, or remove one")
     weight = row.pop(LOSS_WEIGHT)
     return {**row, LOSS_WEIGHTS: np.full(len(row[INPUT_IDS]), weight)}
 

@@ -27,15 +27,14 @@ from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
-from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.rollouts import Leveling
+from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.rollouts import Leveling, check_can_level
 from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.streams import StreamSummary
 from hf_packing.training.trainer import PackedTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.trees.forest import check_fewest_shared
-from hf_packing.upstream.trl import ROLLOUTS
 
 _PICTURES = {"image", "images", "pixel_values"}
 """Columns of pictures, as collators of TRL and processors of transformers name them."""
@@ -160,10 +159,8 @@ def attach(
         expect(None, stock, **of_packed_rows, loss_unit=loss_unit, match_documents_per_step=match_documents_per_step)
         expect(None, f"{stock}; pass the model", model_init=getattr(trainer, "model_init", None))
         fewest_shared = check_fewest_shared(share_prefixes)
-        if not hasattr(trainer, ROLLOUTS):
-            expect(False, f"for {type(trainer).__name__}, which samples no rows", level=level)
-        elif data_rank(trainer.accelerator).world_size < trainer.accelerator.num_processes:
-            expect(False, "with tensor parallelism, whose ranks sample the same rows", level=level)
+        if level:
+            check_can_level(trainer)
 
         def unpad(planned_from: PlannedFrom) -> UnpaddedModels:
             planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared, level=level)
@@ -264,9 +261,10 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
     check_map_style("train_dataset", data)
     columns = data.column_names if isinstance(data, datasets.Dataset) else ()
     refuse_lost_borders(data, columns)
+    first = next(iter(data), ())
     refuse_columns(
         (LOSS_WEIGHT, LOSS_WEIGHTS),
-        columns,
+        columns or (first if isinstance(first, Mapping) else ()),
         f"no weights {whole}, of which the trainer computes its own loss; remove the column",
     )
     if packed := [column for column in SEGMENT_COLUMNS if column in columns]:

@@ -230,7 +230,7 @@ def evaluation_loss(
             mean.add(observed.sums[0] / step.items if len(observed.sums) == 1 else loss, step.own)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
-        raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")
+        raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100, or weigh 0")
     return summed / tokens
 
 

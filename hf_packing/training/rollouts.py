@@ -3,8 +3,9 @@
 GRPOTrainer and RLOOTrainer sample for several micro-batches at a time, and keep these in a buffer. Each rank would
 train on what it has sampled, and wait for the rank with the longest answers. Here, the rows of an optimizer step are
 gathered from all ranks, and divided again: as many rows as before in each micro-batch, of about equal work. So sums and
-means over the rows of a step stay what they are. A loss that is a mean over the tokens of a micro-batch, such as
-"bnpo", does not: the first rollouts show it, since the loss of a step is computed with and without the exchange.
+means over the rows of a step stay what they are. A loss that is a mean over the tokens of a micro-batch does not, such
+as "bnpo": known ones are refused, and for others, the loss of a step of the first rollouts is computed with and without
+the exchange.
 """
 
 import heapq
@@ -18,13 +19,15 @@ import torch
 from accelerate import Accelerator
 
 from hf_packing.attention import inner_model
+from hf_packing.checks import expect
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, IntArray
 from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.losses import Batch
-from hf_packing.training.ranks import on_all_ranks
+from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.step_cases import runner_of
+from hf_packing.upstream.trl import ROLLOUTS
 
 _SIDES = "prompt", "completion"
 """What the names of masks begin with. The first of them is also the beginning of everything that is of prompts."""
@@ -33,6 +36,32 @@ _MOST = 1e-3
 """The most by which the loss of a step may change, as a share of the losses of its micro-batches; in 16 bits, rounding
 changes it by more."""
 _MOST_IN_16_BITS = 1e-2
+
+_NOTHING, _UNEVEN = 1e-5, 1.1
+"""A step shows nothing whose losses are smaller on average, or whose micro-batches have numbers of tokens that differ
+by less than this factor."""
+
+_WITHOUT_MEANS = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
+"""Arguments of TRL, with the value without which a loss has a mean or a quantile over the tokens of micro-batches."""
+
+
+def check_can_level(trainer: Any) -> None:
+    """Raise PackingError if a trainer samples no rows, or has a loss that is known to depend on their micro-batches.
+
+    What is not known, the first rollouts show.
+    """
+    if not hasattr(trainer, ROLLOUTS):
+        expect(False, f"for {type(trainer).__name__}, which samples no rows", level=True)
+    if data_rank(trainer.accelerator).world_size < trainer.accelerator.num_processes:
+        expect(False, "with tensor parallelism, whose ranks sample the same rows", level=True)
+    for name, value in _WITHOUT_MEANS.items():
+        of_tokens = "with level=True, since the loss would depend on which rows share a micro-batch"
+        expect(value, of_tokens, **{name: getattr(trainer.args, name, value)})
+    if getattr(trainer.args, "loss_type", None) == "bnpo":
+        raise PackingError(
+            "loss_type: expected a mean over rows, or over the tokens of a step, such as 'dapo', with level=True, got "
+            "'bnpo', a mean over the tokens of each micro-batch"
+        )
 
 
 def divide(cost: Array, rounds: int, ranks: int) -> IntArray:
@@ -106,7 +135,7 @@ class Leveling:
         return leveled
 
     def _prove(self, before: Sequence[Batch], after: Sequence[Batch]) -> None:
-        """Raise PackingError unless the loss of a step is the same; losses that are all 0 show nothing."""
+        """Raise PackingError unless the loss of a step is the same, once it shows whether it is."""
         trainer = self.trainer
         model, kind = trainer.model_wrapped, trainer.attached.kind
         runner = runner_of(trainer, model)
@@ -117,6 +146,11 @@ class Leveling:
         of_ranks = trainer.accelerator.gather(torch.stack([torch.stack(each).float() for each in losses])[None])
         one, other = of_ranks.transpose(0, 1).flatten(1).double()
         scale = float(max(one.abs().sum(), other.abs().sum()))
+        # losses that are rounding of 0, as of whole groups, show nothing, and neither do rows of equal length
+        own = torch.tensor([[float(batch["completion_mask"].sum()) for batch in (*before, *after)]])
+        tokens = trainer.accelerator.gather(own.to(one.device))
+        if scale < _NOTHING * one.numel() or tokens.max() < _UNEVEN * tokens.min():
+            return
         most = _MOST if runner.dtype in (torch.float32, torch.float64) else _MOST_IN_16_BITS
         if float((one.sum() - other.sum()).abs()) > most * scale:
             raise PackingError(
@@ -125,7 +159,7 @@ class Leveling:
                 "Choose a mean over rows, or over the tokens of a whole step, such as loss_type='dapo', or leave level "
                 "out"
             )
-        self.is_proven = scale > 0
+        self.is_proven = True
 
     def take(self) -> dict[str, float]:
         """Return what the exchange has gained in the steps since the last call, by the names in the logs."""

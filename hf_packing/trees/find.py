@@ -234,8 +234,8 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
     for name, column in columns.items():
         if name not in (INPUT_IDS, *LABEL_COLUMNS):
             values = column.gather(pieces)
-            if name == LOSS_WEIGHTS:  # without a meaning where nothing is trained on
-                values = np.where(is_trained, values, 0)
+            if name == LOSS_WEIGHTS:  # without a meaning where nothing is trained on, which is not a weight of 0
+                values = np.where(is_trained, values, np.nan)
             found.append(_as_integers(values))
             names += [name] * found[-1].shape[1]
     joined = np.concatenate(found, axis=1).tobytes()

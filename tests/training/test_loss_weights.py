@@ -344,8 +344,9 @@ def test_rows_that_stay_whole_have_no_weights(tmp_path):
     model = build("LlamaForSequenceClassification")
     data = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "label": 1, "loss_weight": 2.0}] * 8)
     model.config.pad_token_id = 0
-    with pytest.raises(hfp.PackingError, match="column 'loss_weight': expected no weights for Trainer"):
-        hfp.attach(trainer_of(tmp_path, model=model, data=data), hfp.TokenBudget(64))
+    for rows in (data, Plain(data.to_list())):
+        with pytest.raises(hfp.PackingError, match="column 'loss_weight': expected no weights for Trainer"):
+            hfp.attach(trainer_of(tmp_path, model=model, data=rows), hfp.TokenBudget(64))
 
 
 def test_mixtures_and_files_keep_the_weight_of_every_token(tmp_path):
@@ -367,3 +368,31 @@ def test_mixtures_and_files_keep_the_weight_of_every_token(tmp_path):
     third = datasets.Dataset.from_list([{"input_ids": [3]}]).to_iterable_dataset()
     with pytest.raises(hfp.PackingError, match="expected the token columns input_ids, loss_weight, as in 'first'"):
         hfp.mix(streams | {"third": third}, {"first": 1, "second": 1, "third": 1})
+
+
+def test_a_weight_of_zero_is_not_that_of_a_document_that_does_not_train_on_the_token():
+    rows = [
+        {"input_ids": [20, 63, 7], "labels": [-100, -100, 7], "loss_weight": 2.0},
+        {"input_ids": [20, 63, 9], "labels": [-100, 63, 9], "loss_weight": 0.0},
+        {"input_ids": [30, 31, 32], "labels": [-100, 31, 32], "loss_weight": 1.0},
+    ]
+    data, model = datasets.Dataset.from_list(rows), patched(dtype=torch.float64, trees=True)
+    wanted, _ = by_hand([(row["input_ids"], row["labels"]) for row in rows], weights_by_document(data))
+    trees = hfp.pack(data, hfp.BestFit(64), share_prefixes=1)
+    assert hfp.compute_loss(model, hfp.PackingCollator()(trees.to_list())).item() == pytest.approx(wanted, rel=CLOSE)
+
+
+@pytest.mark.parametrize("wrong", [0.5, ["1", "1", "1"], [[1.0], [1.0], [1.0]]], ids=["number", "texts", "lists"])
+def test_weights_of_other_types_are_refused(wrong, tmp_path):
+    data = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "loss_weights": wrong}] * 8)
+    said = "column 'loss_weights': expected lists of numbers, one for each token, got"
+    with pytest.raises(hfp.PackingError, match=said):
+        hfp.pack(data, hfp.BestFit(8))
+    for dataset in (data, data.to_iterable_dataset()):
+        with pytest.raises(hfp.PackingError, match=said):
+            hfp.attach(trainer_of(tmp_path, data=dataset), hfp.TokenBudget(8))
+    both = Plain([{"input_ids": [5, 6, 7], "loss_weight": 1.0, "loss_weights": [1.0] * 3}] * 8)
+    trainer = trainer_of(tmp_path, data=both)
+    hfp.attach(trainer, hfp.TokenBudget(8, max_length=2, overflow="split"))
+    with pytest.raises(hfp.PackingError, match="column 'loss_weights': expected no such column beside 'loss_weight'"):
+        trainer.train()

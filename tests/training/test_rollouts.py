@@ -59,7 +59,7 @@ def sampling(folder, kind=trl.GRPOTrainer, config=trl.GRPOConfig, accumulation=4
 
 
 KINDS = {
-    **{loss: (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": loss}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo")},
+    **{loss: (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": loss}) for loss in ("grpo", "dr_grpo", "dapo")},
     "several steps of a rollout": (trl.GRPOTrainer, trl.GRPOConfig, {"steps_per_generation": 8, "num_iterations": 2}),
     "reference": (trl.GRPOTrainer, trl.GRPOConfig, {"beta": 0.1}),
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig, {}),
@@ -117,9 +117,34 @@ def test_micro_batches_of_one_process_are_leveled(name, tmp_path):
     )
 
 
-def test_a_mean_over_the_tokens_of_a_micro_batch_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.3}, {"entropy_coef": 0.01}],
+    ids=lambda each: next(iter(each)),
+)
+def test_known_means_over_the_tokens_of_a_micro_batch_are_refused(options, tmp_path):
+    if not hasattr(trl.GRPOConfig, next(iter(options))):
+        pytest.skip("an older TRL")
+    trainer = sampling(tmp_path, **options)
+    with pytest.raises(hfp.PackingError, match=f"{next(iter(options))}: expected .* with level=True"):
+        hfp.attach(trainer, None, level=True)
+
+
+def test_other_means_are_shown_by_the_first_rollouts_of_uneven_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_packing.training.attach.check_can_level", lambda _: None)
+    trainer = sampling(tmp_path, loss_type="bnpo")
+    hfp.attach(trainer, None, level=True)
     with pytest.raises(hfp.PackingError, match="level: expected a loss that does not depend on which rows share"):
-        train(tmp_path, "bnpo", level=True)
+        trainer.train()
+
+
+def test_losses_that_show_nothing_are_no_proof(tmp_path):
+    """Of whole groups in each micro-batch, whose advantages add up to 0."""
+    options = {"loss_type": "grpo", "accumulation": 1, "num_generations": 4, "per_device_train_batch_size": 8}
+    trainer = sampling(tmp_path, **options)
+    hfp.attach(trainer, None, level=True)
+    trainer.train()
+    assert not trainer.attached.leveling.is_proven
 
 
 def train_on_ranks(folder, names):
