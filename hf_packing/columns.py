@@ -84,7 +84,7 @@ KNOWN_COLUMNS = frozenset(
     (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, BUCKET, *SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS)
     + (*LOSS_MASKS, LOSS_WEIGHTS, LOSS_WEIGHT, SPECIAL_TOKENS_MASK, OFFSET_MAPPING, SOURCE, SOURCE_EPOCH)
 )
-"""Columns that packing and collators know. Others with one number for each token, such as weights, are passed on."""
+"""Columns that packing and collators know. Others with one number for each token are passed on."""
 
 IGNORED_LABEL = -100
 """The label that losses in transformers ignore. For models that predict the next token, the first token of every
@@ -116,6 +116,18 @@ def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[A
 def loss_masks_in(names: Collection[str]) -> list[str]:
     """Return the loss masks among some columns."""
     return [name for name in LOSS_MASKS if name in names]
+
+
+def spread_weight(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row with `loss_weights` in the place of `loss_weight`, if it has this column."""
+    if LOSS_WEIGHT not in row:
+        return row
+    beside = f"no such column beside {LOSS_WEIGHT!r}; multiply the weights, or remove one of them"
+    refuse_columns((LOSS_WEIGHTS,), row, beside)
+    tokens = len(row[INPUT_IDS] if INPUT_IDS in row else row[TREE_INPUT_IDS])
+    return {name: each for name, each in row.items() if name != LOSS_WEIGHT} | {
+        LOSS_WEIGHTS: [row[LOSS_WEIGHT]] * tokens
+    }
 
 
 def rows_of(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:

@@ -90,6 +90,12 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
         return action.help if known else super()._get_help_string(action)
 
 
+def first_and_last(values: Sequence[float]) -> tuple[int, float, float]:
+    """Return a quarter of the number of values, at least 1, and the means of the first and of the last so many."""
+    some = max(1, len(values) // 4)
+    return some, sum(values[:some]) / some, sum(values[-some:]) / some
+
+
 def on_cpu() -> dict[str, Any]:
     """Return the training arguments that a machine without an accelerator needs."""
     return {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import common
-import numpy as np
 from trl import DistillationConfig, DistillationTrainer, ModelConfig, TrlParser, get_peft_config
 
 import hf_packing as hfp
@@ -50,8 +49,7 @@ def main(flags: Sequence[str] | None = None) -> DistillationTrainer:
     trainer.accelerator.print(hfp.attach(trainer, None))
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [logged["loss"] for logged in trainer.state.log_history if "loss" in logged]
-    some = max(1, len(losses) // 4)
-    first, last = np.mean(losses[:some]), np.mean(losses[-some:])
+    some, first, last = common.first_and_last(losses)
     trainer.accelerator.print(f"loss: {first:.4f} in the first {some} steps, {last:.4f} in the last {some}")
     trainer.save_model()
     return trainer

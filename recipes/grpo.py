@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import common
-import numpy as np
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 import hf_packing as hfp
@@ -53,8 +52,7 @@ def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
     trainer.accelerator.print(hfp.attach(trainer, None, level=given.level))
     trainer.train(resume_from_checkpoint=checkpoint)
     rewards = [logged["reward"] for logged in trainer.state.log_history if "reward" in logged]
-    some = max(1, len(rewards) // 4)
-    first, last = np.mean(rewards[:some]), np.mean(rewards[-some:])
+    some, first, last = common.first_and_last(rewards)
     trainer.accelerator.print(f"mean reward: {first:.3f} in the first {some} steps, {last:.3f} in the last {some}")
     trainer.save_model()
     return trainer

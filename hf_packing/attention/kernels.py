@@ -102,7 +102,7 @@ class VarlenKernel:
 
     @cached_property
     def no_limit(self) -> Any:
-        """What stands for no limit on a side of a window: -1, or None for flash-attn 4, which takes -1 for a limit."""
+        """The value for no limit on a side of a window: -1, or None for flash-attn 4, which takes -1 for a limit."""
         name = self.arguments.get("window")
         return inspect.signature(self.function).parameters[name].default[0] if name else -1
 

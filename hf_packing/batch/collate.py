@@ -42,6 +42,7 @@ from hf_packing.columns import (
     TREE_LABELS,
     apply_loss_masks,
     loss_masks_in,
+    spread_weight,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, IntArray, offsets_of
@@ -210,13 +211,12 @@ def _weights_of(rows: Sequence[Row], tokens: Sequence[IntArray], labels: IntArra
     Raises:
         PackingError: a weight is no finite number, or only some rows have weights.
     """
-    given = [row.get(LOSS_WEIGHTS, row.get(LOSS_WEIGHT)) for row in rows]
+    given = [spread_weight(row).get(LOSS_WEIGHTS) for row in rows]
     if all(each is None for each in given):
         return {}
     read = []
     for number, (weights, ids) in enumerate(zip(given, tokens, strict=True)):
-        values = numbers_in(np.full(len(ids), weights) if np.ndim(weights) == 0 else weights)
-        if values is None or not np.isfinite(values).all() or {LOSS_WEIGHT, LOSS_WEIGHTS} <= rows[number].keys():
+        if (values := numbers_in(weights)) is None or not np.isfinite(values).all():
             raise PackingError(
                 f"column {LOSS_WEIGHTS!r} or {LOSS_WEIGHT!r}: expected one of them, with finite numbers, in every row, "
                 f"got {str(weights)[:80]} in row {number}, which begins with the tokens {ids[:8].tolist()}"

@@ -33,7 +33,7 @@ from hf_packing.columns import (
     TREE_LABELS,
     apply_loss_masks,
     loss_masks_in,
-    refuse_columns,
+    spread_weight,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of, total_of
@@ -158,7 +158,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             rows = lazy.read(packs[numbers])
         else:
             rows = rows_by_number(self.dataset, numbers)
-        return [_with_weights({name: row[name] for name in self._names if name in row}) for row in rows]
+        return [dict(spread_weight({name: row[name] for name in self._names if name in row})) for row in rows]
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -210,15 +210,6 @@ def _length_of(values: Any) -> int | str:
         return len(values)
     except TypeError:
         return f"{values!r:.80}"
-
-
-def _with_weights(row: Row) -> Row:
-    """Return a row with the weight of its document for each token, if it has one."""
-    if LOSS_WEIGHT not in row:
-        return row
-    refuse_columns((LOSS_WEIGHTS,), row, f"no such column beside {LOSS_WEIGHT!r}; multiply the weights, or remove one")
-    weight = row.pop(LOSS_WEIGHT)
-    return {**row, LOSS_WEIGHTS: np.full(len(row[INPUT_IDS]), weight)}
 
 
 def _with_masked_labels(row: Row) -> Row:

@@ -82,6 +82,8 @@ class Renderer:
     """One of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts."""
     weighted: bool = False
     """Whether messages may have weights other than 0 and 1."""
+    prompt_weight: float = 0
+    """The weight of prompts in the loss."""
 
     @property
     def template(self) -> Any:
@@ -184,6 +186,11 @@ class Renderer:
                 f"train_on={self.train_on!r}"
             )
         train_on = self.train_on or fitting[0]
+        if self.prompt_weight and (kind != "prompt" or train_on == "all"):
+            raise BadRowError(
+                f"prompt_weight: expected rows with prompt and completion, and a train_on that leaves prompts out, got "
+                f"a row with {kind}, and train_on={train_on!r}"
+            )
         if is_chat:
             rendered = self._render_chat(*chat_of(before, after), settings_of(row), train_on)
         else:

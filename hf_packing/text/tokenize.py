@@ -51,8 +51,6 @@ class TextTokenizer(Renderer):
     """Whether texts end with the end-of-sequence token, if there is one. Chat templates write their own."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to texts."""
-    prompt_weight: float = 0
-    """The weight of prompts in the loss."""
 
     def tokens(self, rendered: Sequence[Rendered], remarks: Counter[str]) -> Tokens:
         """Return documents, with labels of -100 at tokens that are not trained on, and add to the remarks on rows."""

@@ -369,6 +369,9 @@ def test_prompts_with_a_weight(weight, is_chat):
     assert len({*wanted}) == 2
     assert made["loss_weights"] == pytest.approx(wanted)
     assert hfp.tokenize(rows, tokenizer, prompt_weight=0).column_names == ["input_ids", "labels"]
+    for other, how in (({"messages": PLAIN}, {}), ({"text": "a"}, {}), (row, {"train_on": "all"})):
+        with pytest.raises(hfp.PackingError, match="row 0: prompt_weight: expected rows with prompt and completion"):
+            hfp.tokenize(datasets.Dataset.from_list([other]), tokenizer, prompt_weight=weight, **how)
     with pytest.raises(hfp.PackingError, match="prompt_weight: expected a finite number, got nan"):
         hfp.tokenize(rows, tokenizer, prompt_weight=float("nan"))
 
