@@ -29,7 +29,7 @@ HOME_OF = {
     "sizes_of_documents": "sampling.sizes",
     "sizes_of_packs": "sampling.sizes",
     # how rollouts are divided: rollouts
-    "divide": "training.rollouts",
+    "divide": "training.leveling",
     "linear_cost_of": "sampling.token_budget",
     "mean_over_max": "sampling.fill",
     # documents on several ranks: long_documents

@@ -21,7 +21,7 @@
 | kinds/ | the labels of each kind of batch: what predicts them, what they weigh, whose they are; parts of rows |
 | model_loss.py | lets a model or a trainer compute its own loss, weighted by its share of the step |
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
-| rollouts.py | exchanges sampled rows between ranks and micro-batches, so that all have equal work |
+| leveling.py | exchanges rows of GRPO, RLOO and KTO between ranks and micro-batches, so that all have equal work |
 | score.py | `document_logps`, with gradients; `score`, log-likelihoods and embeddings on packed rows |
 """
 

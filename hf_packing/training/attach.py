@@ -24,11 +24,11 @@ from hf_packing.sampling.sizes import check_map_style
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
 from hf_packing.training.checks import check_trainer, classes_of_trl
 from hf_packing.training.kinds.split import ranks_of
+from hf_packing.training.leveling import Leveling, check_can_level
 from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.rollouts import Leveling, check_can_level
 from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
@@ -122,9 +122,10 @@ def attach(
         share_prefixes: if `batching` is None, whether prefixes that rows of a batch share, such as the prompt of
             several answers, are computed once. An integer is the fewest tokens to share; True means 16. For other
             batchings, see TokenBudget.
-        level: if `batching` is None, whether rows that a trainer such as GRPOTrainer has sampled change places between
-            ranks and between the micro-batches of an optimizer step, so that all have about as much work, and as many
-            rows as before. The loss of the step stays the same, which the first rollouts show.
+        level: if `batching` is None, whether rows of GRPOTrainer, RLOOTrainer or KTOTrainer change places between
+            ranks, and those that were sampled also between the micro-batches of an optimizer step, so that all have
+            about as much work, and as many rows as before. The loss of the step stays the same, which the first steps
+            show.
 
     Returns:
         EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them. For

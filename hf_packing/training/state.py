@@ -23,6 +23,7 @@ from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import WRAPPED_METHODS, lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.kinds.split import ranks_of
+from hf_packing.training.leveling import Leveling
 from hf_packing.training.loss_unit import find_loss_unit
 from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.model_loss import collator_for
@@ -32,7 +33,6 @@ from hf_packing.training.models import (
     unpad_models,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.rollouts import Leveling
 from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.step_counts import Predictions, StepCounts

@@ -257,6 +257,15 @@ class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         setattr(self, ROLLOUTS, leveled)
         return leveled[[each is found for each in batches].index(True)]
 
+    def get_batch_samples(self, *args: Any, **named: Any) -> Any:
+        batches, items = super().get_batch_samples(*args, **named)
+        leveling, loader = self.attached.leveling, self.accelerator.gradient_state
+        # in an uneven last step, TRL's metrics, and KTO's loss with them, leave out the rows of the last ranks
+        is_uneven = loader.end_of_dataloader and loader.remainder > 0
+        if leveling is None or leveling.samples or is_uneven:
+            return batches, items
+        return leveling.level(batches), items
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.attached.leveling is not None and "loss" in logs:
             logs = {**logs, **self.attached.leveling.take()}

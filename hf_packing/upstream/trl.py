@@ -4,7 +4,15 @@ from dataclasses import fields
 from typing import Any
 
 ROLLOUTS = "_buffered_inputs"
-"""The attribute in which trainers that sample keep the micro-batches of a rollout. Without it, no rows are leveled."""
+"""The attribute in which trainers that sample keep the micro-batches of a rollout. Without it, they are not leveled."""
+
+
+def takes_unpaired_rows(trainer: Any) -> bool:
+    """Return whether a trainer is a KTOTrainer, whose rows may change ranks, but not the micro-batch.
+
+    Without it, they are not leveled.
+    """
+    return hasattr(trainer, "calculate_KL")
 
 
 def cuts_in_collator() -> bool:

@@ -1,22 +1,21 @@
-"""Level rollouts: rows that a trainer has sampled change places, so that all ranks work until the end of each step.
+"""Level rows: rows of an optimizer step change places between ranks, so that all ranks work until its end.
 
 GRPOTrainer and RLOOTrainer sample for several micro-batches at a time, and keep these in a buffer. Each rank would
 train on what it has sampled, and wait for the rank with the longest answers. Here, the rows of an optimizer step are
 gathered from all ranks, and divided again: as many rows as before in each micro-batch, of about equal work. So sums and
-means over the rows of a step stay what they are. A loss that is a mean over the tokens of a micro-batch does not, such
-as "bnpo": known ones are refused, and for others, the loss of a step of the first rollouts is computed with and without
-the exchange.
+means over the rows of a step stay what they are. KTOTrainer also has a mean over the rows that run at the same time, so
+its rows only change ranks. A loss that is a mean over the tokens of a micro-batch does change, such as "bnpo": known
+ones are refused, and for others, the loss of a step is computed with and without the exchange.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from hf_packing.attention import inner_model
 from hf_packing.checks import expect
@@ -27,10 +26,7 @@ from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.losses import Batch
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.step_cases import runner_of
-from hf_packing.upstream.trl import ROLLOUTS
-
-_SIDES = "prompt", "completion"
-"""What the names of masks begin with. The first of them is also the beginning of everything that is of prompts."""
+from hf_packing.upstream.trl import ROLLOUTS, takes_unpaired_rows
 
 _MOST = 1e-3
 """The most by which the loss of a step may change, as a share of the losses of its micro-batches; in 16 bits, rounding
@@ -45,18 +41,38 @@ _WITHOUT_MEANS = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptiv
 """Arguments of TRL, with the value without which a loss has a mean or a quantile over the tokens of micro-batches."""
 
 
-def check_can_level(trainer: Any) -> None:
-    """Raise PackingError if a trainer samples no rows, or has a loss that is known to depend on their micro-batches.
+class _Side(NamedTuple):
+    """Tokens of each row: what their names begin with, their mask, on which side they are padded, and their sequence.
 
-    What is not known, the first rollouts show.
+    Tokens of the same sequence follow each other.
     """
-    if not hasattr(trainer, ROLLOUTS):
-        expect(False, f"for {type(trainer).__name__}, which samples no rows", level=True)
+
+    begins: str
+    mask: str
+    is_padded_left: bool = False
+    sequence: int = 0
+
+
+_SAMPLED = _Side("prompt", "prompt_mask", is_padded_left=True), _Side("", "completion_mask")
+_UNPAIRED = _Side("KL_", "KL_attention_mask", sequence=1), _Side("", "attention_mask")
+_WORK_OF_SEQUENCE = 1.0, 0.5
+"""How much work the tokens of each sequence are: the second one runs forward only, and the first one backward, too."""
+
+
+def check_can_level(trainer: Any) -> None:
+    """Raise PackingError if rows of a trainer cannot change places, or its loss is known to depend on their places.
+
+    What is not known, the first steps show.
+    """
+    if not (hasattr(trainer, ROLLOUTS) or takes_unpaired_rows(trainer)):
+        expect(False, f"for {type(trainer).__name__}, which samples no rows, and is no KTOTrainer", level=True)
     if data_rank(trainer.accelerator).world_size < trainer.accelerator.num_processes:
-        expect(False, "with tensor parallelism, whose ranks sample the same rows", level=True)
+        expect(False, "with tensor parallelism, whose ranks have the same rows", level=True)
+    of_micro_batch = "with level=True, since the loss would depend on which rows share a micro-batch"
     for name, value in _WITHOUT_MEANS.items():
-        of_tokens = "with level=True, since the loss would depend on which rows share a micro-batch"
-        expect(value, of_tokens, **{name: getattr(trainer.args, name, value)})
+        expect(value, of_micro_batch, **{name: getattr(trainer.args, name, value)})
+    if getattr(trainer, "aux_loss_enabled", False):
+        expect(0.0, of_micro_batch, router_aux_loss_coef=trainer.router_aux_loss_coef)
     if getattr(trainer.args, "loss_type", None) == "bnpo":
         raise PackingError(
             "loss_type: expected a mean over rows, or over the tokens of a step, such as 'dapo', with level=True, got "
@@ -99,7 +115,7 @@ def divide(cost: Array, rounds: int, ranks: int) -> IntArray:
 
 @dataclass
 class Leveling:
-    """The exchange of rows of a trainer that samples, and what it has gained."""
+    """The exchange of rows between the ranks of a trainer, and what it has gained."""
 
     trainer: Any
     is_proven: bool = False
@@ -108,31 +124,51 @@ class Leveling:
     """Of the steps since the trainer last logged: the share of the time in which ranks work, without the exchange and
     with it; and the tokens of the largest micro-batch."""
 
+    @property
+    def samples(self) -> bool:
+        """Whether the trainer samples its rows."""
+        return hasattr(self.trainer, ROLLOUTS)
+
     def level(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches of a rollout, with rows of all ranks exchanged within each optimizer step.
+        """Return micro-batches of this rank, with rows of all ranks exchanged within each optimizer step.
 
         Raises:
             PackingError: a micro-batch has what is not of single rows, such as pictures; or the loss of the trainer
                 depends on which rows share a micro-batch.
         """
-        accelerator, steps = self.trainer.accelerator, self.trainer.args.gradient_accumulation_steps
-        on_all_ranks(lambda _: _check(batches))
-        size, leveled = gcd(len(batches), steps), list[Batch]()
-        for first in range(0, len(batches), size):
-            own = batches[first : first + size]
-            rows = _rows_of_all_ranks(own, accelerator)
-            tokens = sum(rows[f"{side}_mask"].sum(1) for side in _SIDES).cpu().numpy()
-            cost = tokens * linear_cost_of(inner_model(self.trainer.model).config) + tokens.astype(np.float64) ** 2
-            places = divide(cost, size, accelerator.num_processes)
-            before = np.arange(len(cost)).reshape(accelerator.num_processes, size, -1).swapaxes(0, 1)
-            busy, sampled = (mean_over_max(work, work) for work in (cost[places].sum(2), cost[before].sum(2)))
-            self.steps.append((sampled, busy, tokens[places].sum(2).max()))
-            mine = places[:, accelerator.process_index]
-            made = [{**batch, **_chosen(rows, each)} for batch, each in zip(own, mine, strict=True)]
-            if not self.is_proven:
-                self._prove(own, made)
-            leveled += made
-        return leveled
+        sides = _SAMPLED if self.samples else _UNPAIRED
+        on_all_ranks(lambda _: _check(batches, sides))
+        size = gcd(len(batches), self.trainer.args.gradient_accumulation_steps) if self.samples else 1
+        leveled = [self._exchanged(batches[first : first + size], sides) for first in range(0, len(batches), size)]
+        return [batch for each in leveled for batch in each]
+
+    def _exchanged(self, own: Sequence[Batch], sides: Sequence[_Side]) -> list[Batch]:
+        """Return micro-batches after their rows have changed places between them and those of other ranks."""
+        accelerator = self.trainer.accelerator
+        ranks = accelerator.num_processes
+        rows = {}  # of all ranks, [rows, ...]
+        for name in own[0]:
+            if np.ndim(own[0][name]):
+                values = torch.cat([batch[name] for batch in own])
+                if values.ndim > 1:
+                    left = _side_of(name, sides).is_padded_left
+                    values = accelerator.pad_across_processes(values, dim=1, pad_first=left)
+                rows[name] = accelerator.gather(values.contiguous())
+        tokens = np.zeros((2, len(next(iter(rows.values())))), np.int64)
+        for side in sides:
+            if side.mask in rows:
+                tokens[side.sequence] += rows[side.mask].sum(1).cpu().numpy()
+        work = tokens * linear_cost_of(inner_model(self.trainer.model).config) + tokens.astype(np.float64) ** 2
+        cost = np.array(_WORK_OF_SEQUENCE) @ work
+        places = divide(cost, len(own), ranks)
+        before = np.arange(len(cost)).reshape(ranks, len(own), -1).swapaxes(0, 1)
+        busy, without = (mean_over_max(each, each) for each in (cost[places].sum(2), cost[before].sum(2)))
+        self.steps.append((without, busy, tokens.sum(0)[places].sum(2).max()))
+        mine = places[:, accelerator.process_index]
+        made: list[Batch] = [{**batch, **_chosen(rows, each, sides)} for batch, each in zip(own, mine, strict=True)]
+        if not self.is_proven:
+            self._prove(own, made)
+        return made
 
     def _prove(self, before: Sequence[Batch], after: Sequence[Batch]) -> None:
         """Raise PackingError unless the loss of a step is the same, once it shows whether it is."""
@@ -155,7 +191,7 @@ class Leveling:
         if float((one.sum() - other.sum()).abs()) > most * scale:
             raise PackingError(
                 f"level: expected a loss that does not depend on which rows share a micro-batch, but that of "
-                f"{kind.__name__} is {one.mean():.6g} as rows were sampled, and {other.mean():.6g} after the exchange. "
+                f"{kind.__name__} is {one.mean():.6g} as rows were, and {other.mean():.6g} after the exchange. "
                 "Choose a mean over rows, or over the tokens of a whole step, such as loss_type='dapo', or leave level "
                 "out"
             )
@@ -168,46 +204,32 @@ class Leveling:
         before, after, largest = zip(*self.steps, strict=True)
         self.steps.clear()
         return {
-            "utilization_as_sampled": float(np.mean(before)),
+            "utilization_without_level": float(np.mean(before)),
             "utilization": float(np.mean(after)),
             "largest_micro_batch": float(max(largest)),
         }
 
 
-def _side_of(name: str) -> str:
-    return _SIDES[not name.startswith(_SIDES[0])]
+def _side_of(name: str, sides: Sequence[_Side]) -> _Side:
+    return next(side for side in sides if name.startswith(side.begins))
 
 
-def _check(batches: Sequence[Batch]) -> None:
+def _check(batches: Sequence[Batch], sides: Sequence[_Side]) -> None:
     """Raise PackingError unless everything in micro-batches is a number, or is of single rows and of their tokens."""
     for batch in batches:
-        shapes = {side: np.shape(batch[f"{side}_mask"]) for side in _SIDES if f"{side}_mask" in batch}
         for name, value in batch.items():
-            of_tokens = shapes.get(_side_of(name))
-            if of_tokens is None or (
-                np.ndim(value) and getattr(value, "shape", ())[:2] not in (of_tokens, of_tokens[:1])
-            ):
+            of_tokens = np.shape(batch.get(_side_of(name, sides).mask, 0))
+            if np.ndim(value) and (not of_tokens or getattr(value, "shape", ())[:2] not in (of_tokens, of_tokens[:1])):
                 raise PackingError(
-                    f"level: expected rollouts of texts, with prompt_mask and completion_mask, in which everything "
-                    f"belongs to a row, got {name!r}, which does not; pictures cannot change places"
+                    f"level: expected micro-batches of texts, with {' and '.join(each.mask for each in sides)}, where "
+                    f"all else is tensors of rows or of their tokens, got {name!r}, which is not; pictures cannot "
+                    "change places"
                 )
 
 
-def _rows_of_all_ranks(batches: Sequence[Batch], accelerator: Accelerator) -> dict[str, Any]:
-    """Return what each row of some micro-batches of all ranks has, [rows, ...], rank by rank, padded to the longest."""
-    rows = {}
-    for name in batches[0]:
-        if np.ndim(batches[0][name]):
-            own, is_prompt = torch.cat([batch[name] for batch in batches]), _side_of(name) == _SIDES[0]
-            if own.ndim > 1:  # prompts are padded on the left
-                own = accelerator.pad_across_processes(own, dim=1, pad_first=is_prompt)
-            rows[name] = accelerator.gather(own.contiguous())
-    return rows
-
-
-def _chosen(rows: Batch, places: Any) -> Batch:
+def _chosen(rows: Batch, places: Any, sides: Sequence[_Side]) -> Batch:
     """Return the rows at some places, no wider than they need."""
     chosen = {name: values[torch.from_numpy(places).to(values.device)] for name, values in rows.items()}
-    used = {side: chosen[f"{side}_mask"].any(0).nonzero()[:, 0].tolist() or [0] for side in _SIDES}
-    kept = {_SIDES[0]: slice(used[_SIDES[0]][0], None), _SIDES[1]: slice(used[_SIDES[1]][-1] + 1)}
-    return {name: each[:, kept[_side_of(name)]] if each.ndim > 1 else each for name, each in chosen.items()}
+    used = {side: chosen[side.mask].any(0).nonzero()[:, 0].tolist() or [0] for side in sides if side.mask in chosen}
+    kept = {side: slice(columns[0], columns[-1] + 1) for side, columns in used.items()}
+    return {name: each[:, kept[_side_of(name, sides)]] if each.ndim > 1 else each for name, each in chosen.items()}

@@ -1,4 +1,4 @@
-"""attach(trainer, None, level=True): sampled rows change places within an optimizer step, and nothing else changes."""
+"""attach(trainer, None, level=True): rows change places within an optimizer step, and nothing else changes."""
 
 import copy
 import os
@@ -10,6 +10,7 @@ import trl
 from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from processes import on_ranks
 from tiers import slow
 from trainers import tokenizer, trainer_of
@@ -17,8 +18,8 @@ from whole_rows import arguments, policy, texts
 from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
-from hf_packing.training import rollouts
-from hf_packing.training.rollouts import divide
+from hf_packing.training import leveling
+from hf_packing.training.leveling import _SAMPLED, divide
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,10 +41,10 @@ def reward(completions, **_):
     return [float(len(each) % 7) - 3 for each in completions]
 
 
-def sampling(folder, kind=trl.GRPOTrainer, config=trl.GRPOConfig, accumulation=4, **options):
+def sampling(folder, kind=trl.GRPOTrainer, config=trl.GRPOConfig, accumulation=4, architecture="llama", **options):
     sizes = {"num_generations": 2, "max_completion_length": 16, "per_device_train_batch_size": 2}
     sizes |= {"gradient_accumulation_steps": accumulation, "max_steps": 3, "logging_steps": 1}
-    model = policy("llama")
+    model = policy(architecture)
     own = folder / f"reference-{os.environ.get('RANK', 0)}"  # from where TRL loads it
     model.save_pretrained(own)
     model.config._name_or_path = str(own)
@@ -58,6 +59,23 @@ def sampling(folder, kind=trl.GRPOTrainer, config=trl.GRPOConfig, accumulation=4
     return trainer
 
 
+def unpaired(folder, **changes):
+    """A KTOTrainer whose rows do not divide into full steps, and whose KL term is not 0."""
+    model, reference = policy("llama"), policy("llama")
+    with torch.no_grad():
+        reference.lm_head.weight *= 3
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "max_length": None}
+    return trl.KTOTrainer(
+        model,
+        args=arguments(folder, trl.KTOConfig, **sizes | {"max_steps": -1, "num_train_epochs": 1} | changes),
+        train_dataset=texts(25, prompt=4, completion=20).add_column("label", [True, False, False, True, False] * 5),
+        processing_class=tokenizer(),
+        ref_model=reference,
+    )
+
+
+has_lists = Version(trl.__version__) < Version("1.9")  # KTOTrainer
+
 KINDS = {
     **{loss: (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": loss}) for loss in ("grpo", "dr_grpo", "dapo")},
     "several steps of a rollout": (trl.GRPOTrainer, trl.GRPOConfig, {"steps_per_generation": 8, "num_iterations": 2}),
@@ -65,10 +83,18 @@ KINDS = {
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig, {}),
 }
 
+UNPAIRED = {
+    "kto": {},
+    "kto without a KL term": {"loss_type": "apo_zero_unpaired"},
+}
+
 
 def train(folder, name, level):
-    kind, config, options = KINDS[name]
-    trainer = sampling(folder, kind, config, **options)
+    if name in UNPAIRED:
+        trainer = unpaired(folder, **UNPAIRED[name])
+    else:
+        kind, config, options = KINDS[name]
+        trainer = sampling(folder, kind, config, **options)
     hfp.attach(trainer, None, level=level)
     seen, own = [], trainer._prepare_inputs
 
@@ -86,12 +112,18 @@ def rows_of(batches):
     """The tokens of all rows, and what belongs to a row."""
     found = []
     for batch in batches:
+        if "label" in batch:
+            columns = [batch[name] for name in ("input_ids", "KL_input_ids", "label") if name in batch]
+            found += [
+                [str([*filter(None, np.ravel(each).tolist())]) for each in row] for row in zip(*columns, strict=True)
+            ]
+            continue
         for row in range(len(batch["prompt_mask"])):
             ids = [
                 batch[f"{side}_ids"][row][batch[f"{side}_mask"][row] > 0].tolist() for side in ("prompt", "completion")
             ]
             found.append((*ids, round(batch["advantages"][row].item(), 3)))
-    return sorted(found)
+    return found
 
 
 def tokens_of(batches):
@@ -107,11 +139,13 @@ def test_micro_batches_of_one_process_are_leveled(name, tmp_path):
     assert len(stock) == len(leveled)
     for first in range(0, len(stock), 4):
         before, after = stock[first : first + 4], leveled[first : first + 4]
-        assert rows_of(before) == rows_of(after)
+        assert sorted(rows_of(before)) == sorted(rows_of(after))
         assert max(tokens_of(after)) <= max(tokens_of(before))
         assert {len(b["prompt_mask"]) for b in after} == {2}
         assert all(b[f"{side}_mask"].any(0)[edge] for b in after for side, edge in zip(SIDES, (0, -1), strict=True))
-    assert all(entry["utilization"] == entry["utilization_as_sampled"] == 1 for entry in logs if "utilization" in entry)
+    assert all(
+        entry["utilization"] == entry["utilization_without_level"] == 1 for entry in logs if "utilization" in entry
+    )
     assert logs[0]["largest_micro_batch"] == max(
         int(b["prompt_mask"].sum() + b["completion_mask"].sum()) for b in leveled[:4]
     )
@@ -127,6 +161,14 @@ def test_known_means_over_the_tokens_of_a_micro_batch_are_refused(options, tmp_p
         pytest.skip("an older TRL")
     trainer = sampling(tmp_path, **options)
     with pytest.raises(hfp.PackingError, match=f"{next(iter(options))}: expected .* with level=True"):
+        hfp.attach(trainer, None, level=True)
+
+
+def test_router_losses_are_refused(tmp_path):
+    trainer = sampling(tmp_path, architecture="mixtral")
+    if not getattr(trainer, "aux_loss_enabled", False):
+        pytest.skip("GRPO of an older TRL without a router loss")
+    with pytest.raises(hfp.PackingError, match="router_aux_loss_coef: expected 0.0 with level=True"):
         hfp.attach(trainer, None, level=True)
 
 
@@ -151,8 +193,11 @@ def train_on_ranks(folder, names):
     for name in names:
         for level in (False, True):
             weights, seen, logs = train(folder / "checkpoints", name, level)
-            busy = [(entry["utilization_as_sampled"], entry["utilization"]) for entry in logs if "utilization" in entry]
-            torch.save((weights, rows_of(seen), busy), folder / f"{name}-{level}-{PartialState().process_index}.pt")
+            busy = [
+                (entry["utilization_without_level"], entry["utilization"]) for entry in logs if "utilization" in entry
+            ]
+            kl = [entry["kl"] for entry in logs if "kl" in entry]
+            torch.save((weights, rows_of(seen), busy, kl), folder / f"{name}-{level}-{PartialState().process_index}.pt")
 
 
 @pytest.mark.slow
@@ -169,12 +214,51 @@ def test_rows_of_ranks_are_leveled(ranks, tmp_path):
         assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True)), (
             name
         )
-        rows = [sorted(row for _, rows, _ in each for row in rows) for each in of.values()]
+        rows = [sorted(row for _, rows, *_ in each for row in rows) for each in of.values()]
         assert rows[0] == rows[1]
         assert of[False][0][1] != of[True][0][1]
         assert not of[False][0][2]
         for before, after in of[True][0][2]:
             assert before < after <= 1
+
+
+def test_kto_on_one_process_trains_on_its_rows_as_they_are(tmp_path):
+    if has_lists:
+        with pytest.raises(hfp.PackingError, match="level: expected micro-batches of texts, .* which is not"):
+            train(tmp_path, "kto", level=True)
+        return
+    (wanted, stock, _), (found, leveled, logs) = (train(tmp_path, "kto", level) for level in (False, True))
+    assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True))
+    assert of_rounds([rows_of(stock)]) == of_rounds([rows_of(leveled)])
+    assert all(entry["utilization"] == 1 for entry in logs[:-1])
+
+
+def of_rounds(of_ranks):
+    """The rows of micro-batches that run at the same time, of two rows on each rank."""
+    return [
+        sorted(row for rows in of_ranks for row in rows[first : first + 2]) for first in range(0, len(of_ranks[0]), 2)
+    ]
+
+
+@pytest.mark.skipif(has_lists, reason="TRL before 1.9")
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "names"), [(2, [*UNPAIRED]), (4, ["kto"])], ids=str)
+def test_rows_of_kto_change_ranks_and_keep_their_micro_batch(ranks, names, tmp_path):
+    on_ranks(train_on_ranks, tmp_path, names, ranks=ranks)
+    for name in names:
+        of = {
+            level: [torch.load(tmp_path / f"{name}-{level}-{rank}.pt") for rank in range(ranks)]
+            for level in (False, True)
+        }
+        wanted, found = of[False][0][0], of[True][0][0]
+        assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True))
+        stock, leveled = ([rows for _, rows, *_ in each] for each in of.values())
+        assert of_rounds(stock) == of_rounds(leveled)
+        assert stock[0] != leveled[0]
+        assert stock[0][-2:] == leveled[0][-2:]  # of the uneven last step
+        assert all(before <= after <= 1 for before, after in of[True][0][2])
+        assert any(before < after for before, after in of[True][0][2])
+        assert (max(of[True][0][3]) > 0) == ("without" not in name)
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 5))
@@ -189,7 +273,9 @@ def test_each_micro_batch_has_as_many_rows(costs, rounds, ranks):
 
 
 def test_what_cannot_be_leveled_is_refused(tmp_path):
-    with pytest.raises(hfp.PackingError, match="level: expected False for RewardTrainer, which samples no rows"):
+    with pytest.raises(
+        hfp.PackingError, match="level: expected False for RewardTrainer, which samples no rows, and is no KTO"
+    ):
         hfp.attach(rows_trainer_of("reward", tmp_path), None, level=True)
     with pytest.raises(hfp.PackingError, match="level: expected False beside a batching"):
         hfp.attach(trainer_of(tmp_path), hfp.TokenBudget(64), level=True)
@@ -200,9 +286,9 @@ def test_what_cannot_be_leveled_is_refused(tmp_path):
         "advantages": torch.ones(2),
         "number": torch.tensor(1),
     }
-    rollouts._check([batch])
+    leveling._check([batch], _SAMPLED)
     for more in ({"pixel_values": torch.ones(9, 4)}, {"images": [None, None]}, {"completion_logps": torch.ones(2, 3)}):
-        with pytest.raises(hfp.PackingError, match=f"got {next(iter(more))!r}, which does not"):
-            rollouts._check([copy.copy(batch) | more])
+        with pytest.raises(hfp.PackingError, match=f"got {next(iter(more))!r}, which is not"):
+            leveling._check([copy.copy(batch) | more], _SAMPLED)
     with pytest.raises(hfp.PackingError, match="with prompt_mask and completion_mask"):
-        rollouts._check([{"input_ids": mask}])
+        leveling._check([{"input_ids": mask}], _SAMPLED)
