@@ -44,6 +44,7 @@ PAGES = [
 ]
 PYTHON = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 """A block of Python; a block of text right after it is what it prints."""
+TEST = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 QUICK = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False}
 QUICK |= {"dataloader_pin_memory": False, "disable_tqdm": True, "logging_strategy": "no"}
@@ -168,7 +169,18 @@ def test_links_lead_somewhere(page):
         assert found.exists(), f"{page.name}: {target}"
         assert found.is_relative_to(ROOT), f"{page.name}: {target}"
         if anchor:
-            assert anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+            there = TEST.findall(found.read_text()) if found.suffix == ".py" else anchors(found)
+            assert anchor in there, f"{page.name}: {target}#{anchor}"
+
+
+def test_rows_about_versions_and_features_name_a_test():
+    text = (DOCS / "COMPATIBILITY.md").read_text()
+    tables = re.findall(r"^\|[^\n]* shown by \|\n\|[-|]+\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(tables) == 2
+    assert len(rows) > 40
+    for row in rows:
+        assert "](../tests/" in row.split(" | ")[-1], row
 
 
 def navigation(entry) -> list[str]:
