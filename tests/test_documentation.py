@@ -3,6 +3,7 @@
 HF_PACKING_WRITE_PAGES=1 python -m pytest tests/test_documentation.py writes what is printed into the pages.
 """
 
+import ast
 import contextlib
 import doctest
 import importlib
@@ -44,6 +45,7 @@ PAGES = [
 ]
 PYTHON = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 """A block of Python; a block of text right after it is what it prints."""
+TEST = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 QUICK = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False}
 QUICK |= {"dataloader_pin_memory": False, "disable_tqdm": True, "logging_strategy": "no"}
@@ -168,7 +170,57 @@ def test_links_lead_somewhere(page):
         assert found.exists(), f"{page.name}: {target}"
         assert found.is_relative_to(ROOT), f"{page.name}: {target}"
         if anchor:
-            assert anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+            there = TEST.findall(found.read_text()) if found.suffix == ".py" else anchors(found)
+            assert anchor in there, f"{page.name}: {target}#{anchor}"
+
+
+def test_rows_about_versions_and_features_name_a_test():
+    text = (DOCS / "COMPATIBILITY.md").read_text()
+    tables = re.findall(r"^\|[^\n]* shown by \|\n\|[-|]+\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(tables) == 2
+    assert len(rows) > 40
+    for row in rows:
+        assert "](../tests/" in row.split(" | ")[-1], row
+
+
+VARIES = re.compile(r"\.\.\.|'[^']*'|\d[\d,]*")
+"""What messages on a page stand for differs from run to run."""
+
+
+def texts_of(file: Path) -> list[str]:
+    """The texts in a file, with a null where a value is put in."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    parts = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    parts += [[node] for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        "".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "\0" for part in of) for of in parts
+    ]
+
+
+def has_in_order(parts: list[str], text: str) -> bool:
+    place = 0
+    for part in parts:
+        place = text.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+def test_messages_that_troubleshooting_quotes_are_those_of_the_package():
+    text = re.sub(
+        r"^```.*?^```|`[^`\n]*`", "", (DOCS / "TROUBLESHOOTING.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    quoted = [re.sub(r"\s+", " ", each) for each in re.findall(r'"([^"]*)"', text)]
+    messages = [text for file in sorted(PACKAGE.rglob("*.py")) for text in texts_of(file)]
+    assert len(quoted) > 25
+
+    def is_said(words):
+        return any(has_in_order(VARIES.split(words), message) for message in messages)
+
+    assert not is_said("trainer: expected a thing that nobody expects")
+    assert not [words for words in quoted if not is_said(words)]
 
 
 def navigation(entry) -> list[str]:

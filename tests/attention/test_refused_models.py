@@ -9,7 +9,7 @@ import transformers
 from accelerate import Accelerator
 from leaky_models import NormOfTokens, with_embeddings
 from model_state import state_of
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PolyConfig, PromptTuningConfig, get_peft_model
 from tiers import fast_only
 from tiny_models import SIZES, build
 from torch import nn
@@ -212,6 +212,7 @@ def head(name):
     return cls(small_config(cls.config_class, "head", {"num_layers": 1} if "T5" in name else {}))
 
 
+POLY = PolyConfig(target_modules=["q_proj"], r=4, n_tasks=2, n_skills=2, n_splits=1, task_type="CAUSAL_LM")
 LORA = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
 PROMPTS = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
 ALONE = "called with input_ids alone: "
@@ -255,6 +256,7 @@ REFUSED = {
     "a module that the small copy lacks": (lambda: of_long_rows(OfLongRows, 2), OTHER),
     "long documents that it mixes": (lambda: of_long_rows(MixesLongRows, 1), "small copy of the model: MixesLongRows"),
     "prompts": (lambda: get_peft_model(llama(), PROMPTS), "expected a PEFT method that adds no tokens, got PROMPT_TUN"),
+    "an adapter of tasks": (lambda: get_peft_model(llama(), POLY), f"{ALONE}task_ids should not be None"),
     "an adapter of some tokens": (lambda: get_peft_model(llama(), LORA), r"alora_invocation_tokens, .* has \[7, 8\]"),
 }
 SLOW = {

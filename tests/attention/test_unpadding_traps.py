@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from types import MethodType
 
+import peft
 import pytest
 import torch
 import transformers
@@ -203,6 +204,15 @@ def test_several_choices_in_each_row():
     batch = {name: value.view(2, 3, -1) for name, value in batch.items()}
     expected = torch.stack([each[0] for each in alone(stock, rows, CHOICE)]).view(2, 3)
     assert torch.allclose(model(**batch).logits, expected, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
+def test_adapters_for_each_row_are_refused_beside_padding():
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = hfp.patch_model(peft.get_peft_model(tiny_model("llama", "causal"), config), padded=True).eval()
+    batch, _ = padded(documents(), "right")
+    with pytest.raises(ValueError, match="`adapter_names` should be the same as the number of inputs"):
+        model(**batch, adapter_names=["default"] * len(batch["input_ids"]))
 
 
 NO_WEIGHTS = "output_attentions: expected False on a patched model and"

@@ -94,6 +94,7 @@ def test_speed_of_an_evaluation(tmp_path):
         ):
             seconds = metrics[f"{name}_runtime"]
             assert metrics[f"{name}_samples_per_second"] * seconds == pytest.approx(number, rel=2e-2)
+            assert metrics[f"{name}_steps_per_second"] * seconds == pytest.approx(math.ceil(number / 4), rel=2e-2)
 
 
 def test_gathered_results_of_copies_are_left_out():

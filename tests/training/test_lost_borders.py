@@ -83,6 +83,7 @@ RIGHT = {
     "default collator": (lambda _: packed(position_ids=False), {"collator": None, **ONE_BY_ONE}),
     "stream": (lambda _: packed_stream().map(lambda row: row).remove_columns("position_ids"), NOT_DISPATCHED),
     "padding_free": (lambda _: packed(), PADDING_FREE),
+    "lazy, padding_free": (lazily_packed, {**PADDING_FREE, "dataset_kwargs": {"skip_prepare_dataset": True}}),
     "documents": (lambda _: documents(), {}),
     "flattened documents": (lambda _: documents(), FLATTENING),
     "padded documents": (lambda _: documents(), {"kind": SFTTrainer}),
@@ -129,6 +130,16 @@ def test_rows_that_lose_their_borders_are_refused(tmp_path, case):
     *how, message = WRONG[case]
     with pytest.raises(hfp.PackingError, match=message):
         logged(stock_of(tmp_path, *how))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_rows_of_trees_are_no_rows_of_a_stock_trainer(tmp_path, kept):
+    """Whether the trainer keeps the columns that no argument of the model's forward has, or not."""
+    rows = hfp.pack(labeled(12, samples=3), hfp.BestFit(128), share_prefixes=2)
+    stock = trainer_of(tmp_path, model=patched(trees=True), data=rows, remove_unused_columns=not kept)
+    stock.data_collator = FLAT
+    with pytest.raises(ValueError, match="did not return a loss" if kept else "No columns in the dataset match"):
+        stock.train()
 
 
 def test_the_refusal_comes_again_until_the_rows_are_right(tmp_path):

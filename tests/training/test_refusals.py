@@ -157,6 +157,7 @@ ATTACH = [
     ("train_sampling_strategy", lambda of: hfp.attach(of(train_sampling_strategy="group_by_length"), BUDGET)),
     ("dispatch_batches", lambda of: hfp.attach(of(accelerator_config={"dispatch_batches": True}), BUDGET)),
     ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
+    ("n_gpu", lambda of: hfp.attach(on_two_gpus(of), BUDGET)),
     ("loss_type", lambda of: hfp.attach(of(SFTTrainer, loss_type="dft"), BUDGET, loss="sequence")),
     ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
     ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
@@ -177,6 +178,12 @@ ATTACH = [
     ("align_tokens", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, align_tokens=8))),
     ("tokens", lambda of: hfp.attach(of(), ALIGNED, tokens=84, max_segments=99)),
 ]
+
+
+def on_two_gpus(of):
+    trainer = of()
+    trainer.args._n_gpu = 2
+    return trainer
 
 
 def in_rows_of_trees():
