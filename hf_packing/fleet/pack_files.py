@@ -49,7 +49,7 @@ from hf_packing.rows.token_columns import (
     columns_left_out,
     find_token_columns,
     is_token_type,
-    stored_names,
+    token_names,
     with_typed_empty_lists,
 )
 from hf_packing.strategies.base import Strategy
@@ -390,7 +390,7 @@ def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], Counte
                 skipped, remarks = [each.replace(local, name) for each in documents.skipped], documents.remarks
             task.packing.check_names(table.column_names)
             table = with_typed_empty_lists(table)
-            columns = stored_names(find_token_columns(table), table.column_names)
+            find_token_columns(table)  # refuses what cannot be packed
         except (PackingError, OSError, pa.ArrowException) as error:
             text = str(error).replace(local, name)
             raise PackingError(text if name in text else f"{name}: {text}") from None
@@ -399,7 +399,7 @@ def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], Counte
             f"{name}: expected the file as it was when packing began, with size and last change {task.inputs[name]}, "
             f"got {now}; pack changed files into a new folder"
         )
-    return table.select(columns), columns_left_out(table.schema), skipped, remarks
+    return table.select(token_names(table.schema)), columns_left_out(table.schema), skipped, remarks
 
 
 def _read_table(path: str) -> pa.Table:

@@ -37,7 +37,7 @@ from hf_packing.rows.token_columns import (
     columns_left_out,
     find_token_columns,
     is_token_type,
-    stored_names,
+    token_names,
 )
 from hf_packing.upstream import datasets as upstream
 
@@ -218,8 +218,9 @@ def open_source(name: str, stream: datasets.IterableDataset, unread: Sequence[st
         )
     schema = features.arrow_schema.remove_metadata()
     refuse_lost_borders(stream, schema.names)
-    columns = stored_names(find_token_columns(schema.empty_table()), schema.names)
-    read = pa.schema((each, _type_to_read(each, schema.field(each).type)) for each in columns if each not in unread)
+    find_token_columns(schema.empty_table())  # refuses what cannot be packed
+    names = [each for each in token_names(schema) if each not in unread]
+    read = pa.schema((each, _type_to_read(each, schema.field(each).type)) for each in names)
     return Source(examples, read, schema.names, columns_left_out(schema))
 
 
