@@ -284,7 +284,7 @@ class TreesOfDocuments(DocumentRows):
             pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
             segment_shared=forest.shared,
         )
-        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, columns)
+        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, names)
 
     @property
     def sizes(self) -> RowSizes:
