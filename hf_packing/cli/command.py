@@ -103,9 +103,7 @@ def _add_report(commands: Any) -> None:
         help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: fixed_length, first_come, best_fit, and "
         "bucket if --max-length has several numbers)",
     )
-    command.add_argument(
-        "--output", type=Path, metavar="HTML", help="HTML page to write; PNG pictures are written beside the page"
-    )
+    command.add_argument("--output", type=Path, metavar="HTML", help="HTML page to write, with pictures")
     command.add_argument(
         "--ranks",
         type=_positive,

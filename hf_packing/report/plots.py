@@ -1,7 +1,7 @@
 """Draw the pictures of a report, such as the distribution of document lengths."""
 
 import re
-from io import BytesIO, StringIO
+from io import StringIO
 from textwrap import fill
 from typing import Any
 
@@ -22,7 +22,6 @@ _VARIABLES = {color: f"var(--picture-{number})" for number, color in enumerate((
 _LOOK = {
     "figure.figsize": (4.6, 4),  # narrow, so that text stays readable on a phone
     "figure.constrained_layout.use": True,
-    "figure.facecolor": "white",
     "font.size": 11,
     "svg.fonttype": "none",  # text stays text
     "text.color": _INK,
@@ -63,8 +62,8 @@ def load_matplotlib() -> Any:
     return matplotlib
 
 
-def picture(report: Figures, name: str) -> tuple[str, bytes]:
-    """Return a picture as SVG for page.html, which has the colors, and as the bytes of a PNG file in light colors."""
+def picture(report: Figures, name: str) -> str:
+    """Return a picture as SVG for page.html, which has the colors."""
     matplotlib = load_matplotlib()
     with matplotlib.rc_context({**_LOOK, "svg.hashsalt": name}):
         figure = matplotlib.figure.Figure()
@@ -73,13 +72,12 @@ def picture(report: Figures, name: str) -> tuple[str, bytes]:
         for number, mark in enumerate([*axes.patches, *axes.lines]):
             mark.set_gid(f"{name}-mark-{number}")
         figure.legend(loc="outside upper left", ncols=2)  # outside the axes, the legend hides no data
-        svg, png = StringIO(), BytesIO()
+        svg = StringIO()
         figure.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
-        figure.savefig(png, format="png", dpi=160)
     text = _NAMED_BY_NUMBER.sub("", svg.getvalue())
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
-    return text[text.index("<svg") :], png.getvalue()
+    return text[text.index("<svg") :]
 
 
 def shown_rows(report: Figures) -> list[ReportRow]:

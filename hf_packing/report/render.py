@@ -129,7 +129,7 @@ def check_page(path: Path, name: str) -> None:
 
 
 def save_page(report: Figures, path: Path, name: str) -> None:
-    """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page.
+    """Write a report as an HTML page, which has its pictures.
 
     Args:
         report: the report.
@@ -141,19 +141,15 @@ def save_page(report: Figures, path: Path, name: str) -> None:
         MissingDependencyError: matplotlib is not installed.
     """
     check_page(path, name)
-    pictures = {each: picture(report, each) for each in PICTURES}
     shown = shown_rows(report)
     not_shown = [row.name for row in report.rows if row not in shown]
     page = fill_template(
         "page.html",
         report,
-        svgs={each: svg for each, (svg, _) in pictures.items()},
+        svgs={each: picture(report, each) for each in PICTURES},
         not_shown=not_shown,
         version=hf_packing.__version__,
     )
-    folder = path.with_name(f"{path.stem}-pictures")
     with writing_to(name, path):
-        folder.mkdir(parents=True, exist_ok=True)
-        for each, (_, png) in pictures.items():
-            (folder / f"{each}.png").write_bytes(png)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8", errors="backslashreplace")

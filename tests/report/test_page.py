@@ -60,7 +60,6 @@ def page(tmp_path_factory):
     report = hfp.packing_report(lengths, [2048, 4096, 8192], source="a-rather-long-name-of-a-data-set/" * 3)
     file = tmp_path_factory.mktemp("page") / "report.html"
     report.save(file)
-    assert sorted(each.stem for each in (file.parent / "report-pictures").iterdir()) == sorted(PICTURES)
     return file
 
 
@@ -189,7 +188,7 @@ def test_what_pictures_leave_out_is_said(page):
     ("source", "title"), [("chat & <b>.jsonl.gz", "chat &amp; &lt;b&gt;.jsonl.gz"), ("", "3 documents, 18 t")]
 )
 def test_the_title_is_the_source_of_the_data_and_escaped(tmp_path, monkeypatch, source, title):
-    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: "<svg></svg>")
     hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert f"<title>{title}" in page
