@@ -186,8 +186,6 @@ class PackedFile:
     """Names and types of the columns of the documents."""
     counts: Mapping[str, int]
     """What was packed and what was not; see `PackedCorpus.counts`."""
-    splits: Mapping[str, int]
-    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
     remarks: Mapping[str, int]
     """What users should know of rows, and of how many of them."""
     loss_masks: Sequence[str]
@@ -250,7 +248,6 @@ class PackedCorpus:
         facts = {
             "strategy": self.strategy,
             "loss_masks": list(self._sum("loss_masks")),
-            "splits": self._sum("splits"),
             "trained_tokens": counts["trained_tokens"],
             "packed_tokens": counts["num_tokens"] - counts["num_dropped_tokens"],
             "tokens": counts["num_tokens"],

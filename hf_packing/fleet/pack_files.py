@@ -330,7 +330,7 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
     packing = task.packing
     try:
         columns = find_token_columns(pa.concat_tables(filled))
-        plan, splits = packing.plan(columns)
+        plan = packing.plan(columns)
         if (labels := labels_left(columns, plan, packing.keep_first_labels)) is not None:
             labels.check_some_left("strategy", packing.strategy)
     except (PackingError, pa.ArrowException) as error:
@@ -358,7 +358,6 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
             "trained_tokens": trained,
             "skipped_rows": sum(map(len, skipped)),
         },
-        splits=splits,
         remarks=dict(sum(remarks, Counter())),  # as a dataclass copies a Counter wrongly
         loss_masks=loss_masks_in(columns),
         left_out=list(dict.fromkeys(chain(*left_out))),

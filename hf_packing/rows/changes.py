@@ -123,15 +123,12 @@ def describe_counts(trained: int | None, tokens: int, skipped: Sequence[str] = (
     return said + [f"rows left out: {len(skipped):,}; the first one: {each}" for each in skipped[:1]]
 
 
-def changes_of(
-    columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, int], strategy: str, keep_first: bool
-) -> dict[str, Any]:
+def changes_of(columns: TokenColumns, plan: PackingPlan, strategy: str, keep_first: bool) -> dict[str, Any]:
     """Return what a plan does to documents, as a dict that can be saved as JSON; see `describe_changes`.
 
     Args:
         columns: the token columns of the documents.
         plan: the plan.
-        splits: by the name of a column, how many shared prefixes ended early because values in this column differ.
         strategy: the argument that decides what is dropped.
         keep_first: whether the first token of a segment keeps its label.
     """
@@ -143,7 +140,6 @@ def changes_of(
         "tokens": total_of(plan.document_length),
         "empty_documents": total_of(plan.document_length == 0),
         "labels_left": labels_left(columns, plan, keep_first),
-        "splits": dict(splits),
         "strategy": strategy,
     }
 
@@ -181,11 +177,6 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
         )
     if empty := facts.get("empty_documents"):
         said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
-    splits = facts.get("splits", {})
-    if places := sum(splits.values()):
-        said.append(
-            f"shares fewer tokens at {places:,} places{of}, where tokens agree but {' or '.join(splits)} differ"
-        )
     if left_out:
         said.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
     return said

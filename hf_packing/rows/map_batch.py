@@ -36,9 +36,9 @@ def pack_batch(batch: Any, strategy: Strategy, keep_first_labels: bool) -> Any:
     packing = Packing(strategy, keep_first_labels=keep_first_labels)
     packing.check_names(table.column_names)
     columns = find_token_columns(table)
-    plan, splits = packing.plan(columns)
+    plan = packing.plan(columns)
     packed = packing.rows(columns, plan, np.arange(plan.num_packs)).table
-    facts = changes_of(columns, plan, splits, "overflow", keep_first_labels)
+    facts = changes_of(columns, plan, "overflow", keep_first_labels)
     warn_of_changes(describe_changes(facts | {"empty_documents": 0}, of=" of a batch"), "packing", stacklevel=2)
     return packed if isinstance(batch, LazyBatch) or not isinstance(batch, Mapping) else packed.to_pydict()
 

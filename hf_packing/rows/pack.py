@@ -220,8 +220,8 @@ def _write(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool = F
     Raises:
         PackingError: no label would be left.
     """
-    plan, splits = packing.plan(columns)
-    facts = changes_of(columns, plan, splits, repr(packing.strategy), packing.keep_first_labels)
+    plan = packing.plan(columns)
+    facts = changes_of(columns, plan, repr(packing.strategy), packing.keep_first_labels)
     if facts["labels_left"]:
         facts["labels_left"].check_some_left("strategy", packing.strategy)
     first_labels = None

@@ -73,10 +73,7 @@ def pack_rows(
     of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
     if position_ids:
         of_tokens[POSITION_IDS] = indices_in_ranges(0, length).astype(np.int32)
-    arrays = {
-        name: list_array(values, row_tokens, columns.get(name, columns[INPUT_IDS]).large)
-        for name, values in of_tokens.items()
-    }
+    arrays = {name: list_array(values, row_tokens) for name, values in of_tokens.items()}
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
     return Rows(pa.table(arrays), first_labels, int(np.count_nonzero(labels != IGNORED_LABEL)))
 
@@ -114,16 +111,15 @@ def as_int32(name: str, values: Array) -> Int32Array:
     return values.astype(np.int32)
 
 
-def list_array(values: Array, lengths: IntArray, large: bool = False) -> pa.Array:
-    """Return an Arrow list array with one list per row: a LargeListArray if needed or requested, else a ListArray.
+def list_array(values: Array, lengths: IntArray) -> pa.Array:
+    """Return an Arrow list array with one list per row: a LargeListArray if needed, else a ListArray.
 
     Args:
         values: numbers [sum(lengths)]: the values of all rows, concatenated.
         lengths: integers [rows]: the number of values in each row.
-        large: True to make a LargeListArray even if 32-bit offsets would do.
     """
     offsets = offsets_of(lengths)
     flat = pa.array(values)
-    if large or offsets[-1] > _MAX_LIST_VALUES:
+    if offsets[-1] > _MAX_LIST_VALUES:
         return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)

@@ -57,14 +57,12 @@ class TokenColumn:
 
     Attributes:
         length: int64 [rows]: the number of values in each row.
-        large: whether the lists have 64-bit offsets.
 
     Raises:
         PackingError: a list or a value is null.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: RowNumbers = ALL_ROWS) -> None:
-        self.large = pa.types.is_large_list(column.type)
         chunks = [_read_chunk(name, chunk) for chunk in column.chunks or [pa.array([], column.type)]]
         self._values, begins, lengths = zip(*chunks, strict=True)
         self._begin, self.length = np.concatenate(begins), np.concatenate(lengths)
@@ -103,7 +101,7 @@ class RepeatedColumn(TokenColumn):
     """
 
     def __init__(self, of_rows: Array, length: IntArray) -> None:
-        self.large, self.length, self._values = False, length, (of_rows,)
+        self.length, self._values = length, (of_rows,)
 
     def _slices(self, pieces: Pieces) -> list[Array]:
         repeated = np.repeat(self._values[0][pieces.document], pieces.length)

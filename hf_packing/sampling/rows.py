@@ -273,7 +273,7 @@ class TreesOfDocuments(DocumentRows):
         columns = {name: column for name, column in token_columns_of(dataset).items() if name in names}
         lengths = check_lengths(columns[INPUT_IDS].length)
         pieces = cut_to_pieces(lengths, max_length or max_tokens, overflow)
-        forest, _ = find_trees(columns, pieces, fewest_shared, max_tokens)
+        forest = find_trees(columns, pieces, fewest_shared, max_tokens)
         segments = pieces.take(forest.order)
         plan = PackingPlan(
             document_length=lengths,

@@ -41,8 +41,6 @@ from hf_packing.planning.table import PatternTable
 from hf_packing.planning.windows import WindowPlan, packs_with_room
 
 _S = TypeVar("_S", bound="Strategy")
-_ROWS_AT_ONCE = 10_000
-"""Rows of a dataset whose lengths are read at once."""
 
 
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
@@ -299,11 +297,10 @@ def read_lengths(lengths: Any) -> IntArray:
     """
     if names := getattr(lengths, "column_names", None):
         check_are_documents(names)
-        tables = lengths.select_columns(INPUT_IDS).with_format("arrow").iter(_ROWS_AT_ONCE)
-        chunks = (chunk for table in tables for chunk in table[INPUT_IDS].chunks)
-        found = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
-        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *found])
-    elif type(lengths).__module__.partition(".")[0] == "datasets":
+        from hf_packing.rows.token_columns import columns_of  # imported here, since planning needs no datasets
+
+        lengths = columns_of(lengths, [INPUT_IDS])[INPUT_IDS].length
+    elif isinstance(lengths, Sequence):
         lengths = lengths[:]
     return check_lengths(lengths)
 

@@ -137,7 +137,6 @@ class StreamPacking:
             packed_tokens=total_of(made.segment_length),
             empty_documents=total_of(lengths[documents:] == 0),
             packs=made.num_packs,
-            splits=planned.splits,
         )
         left, document = _waiting_documents(columns, plan, waits, self.schema)
         return columns, made, _start_of_window(left, age[document] + 1, reader.place, window["number"] + 1, counts)
@@ -148,8 +147,8 @@ class StreamPacking:
         if self.epoch is not None or self.stream is not None:
             strategy = strategy.with_seed_for(f"epoch {self.epoch}, logical stream {self.stream}")
         if self.packing.fewest_shared is not None:
-            plan, splits = replace(self.packing, strategy=strategy.with_seed_for(f"window {number}")).plan(columns)
-            return WindowPlan(plan, packs_with_room(plan), splits=sum(splits.values()))
+            plan = replace(self.packing, strategy=strategy.with_seed_for(f"window {number}")).plan(columns)
+            return WindowPlan(plan, packs_with_room(plan))
         return strategy.plan_window(lengths, number)
 
     def order(self, plan: PackingPlan, packs: IntArray, turns: int) -> IntArray:
@@ -186,8 +185,7 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
         age: int8 [waiting documents]: the number of windows for which each document has waited.
         place: where the window's new documents begin in the stream.
         number: the number of the window, from 0.
-        counts: what was read and packed before the window. `splits` says how many shared prefixes ended early, since
-            values of tokens other than input_ids differ; documents that wait for the next window may count again.
+        counts: what was read and packed before the window.
     """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, waiting.schema) as writer:

@@ -228,8 +228,7 @@ def _type_to_read(name: str, kind: pa.DataType) -> pa.DataType:
     """Return the type of a column: numbers, or lists of any length, with 32 bits for tokens and labels."""
     if name == LOSS_WEIGHT:
         return kind
-    value = pa.int32() if name in (INPUT_IDS, LABELS) else kind.value_type
-    return pa.large_list(value) if pa.types.is_large_list(kind) else pa.list_(value)
+    return pa.list_(pa.int32() if name in (INPUT_IDS, LABELS) else kind.value_type)
 
 
 Place = tuple[int, Any, int, int]
