@@ -37,7 +37,7 @@ VALUES_OF_TOKENS = {
 }
 """Columns that must have a number for each token, with a description of these numbers."""
 _UNREADABLE = -1
-"""What stands for the length of a row that is null, or has a value that is."""
+"""What stands for the length of a row that is null, or has a value that is, or a weight that is not finite."""
 
 RowNumbers = IntArray | slice
 ALL_ROWS = slice(None)
@@ -71,7 +71,7 @@ class TokenColumn:
         if (unreadable := np.flatnonzero(self.length == _UNREADABLE)).size:
             raise PackingError(
                 f"column {name!r}: expected a list with a number for every token in every row, but row {unreadable[0]} "
-                "is null or has a null"
+                "is null or has a null, or a weight that is not finite"
             )
 
     def gather(self, pieces: Pieces) -> Array:
@@ -166,9 +166,12 @@ def columns_in(table: pa.Table, names: Collection[str], row_numbers: RowNumbers)
                 f"column {LOSS_WEIGHT!r}: expected a number for each document, and no column {LOSS_WEIGHTS!r} beside "
                 f"it, got {of_rows.type}; multiply the weights, or remove one of the columns"
             )
-        if (missing := np.flatnonzero(of_rows.is_null().to_numpy()[row_numbers])).size:
-            raise PackingError(f"column {LOSS_WEIGHT!r}: expected a number in every row, but row {missing[0]} is null")
-        columns[LOSS_WEIGHTS] = RepeatedColumn(of_rows.to_numpy()[row_numbers], columns[INPUT_IDS].length)
+        weights = of_rows.to_numpy()[row_numbers]
+        is_finite = np.isfinite(weights.astype(np.float64))  # a null is None, or not a number
+        if not is_finite.all():
+            row = int(is_finite.argmin())
+            raise PackingError(f"column {LOSS_WEIGHT!r}: expected a finite number, got {weights[row]} in row {row}")
+        columns[LOSS_WEIGHTS] = RepeatedColumn(weights, columns[INPUT_IDS].length)
     return columns
 
 
@@ -364,4 +367,6 @@ def _read_chunk(name: str, chunk: pa.Array) -> tuple[Array, IntArray, IntArray]:
         if values.null_count or sizes.null_count or pc.any(pc.not_equal(sizes, 2)).as_py():
             raise PackingError(f"column {name!r}: expected pairs of integers in lists of lists, got other lists")
     numbers = values.to_numpy(zero_copy_only=False)
+    if name == LOSS_WEIGHTS:
+        length[np.diff(offsets_of(~np.isfinite(numbers))[offsets]) > 0] = _UNREADABLE
     return numbers if is_token_type(chunk.type) else numbers.reshape(-1, 2), offsets[:-1], length

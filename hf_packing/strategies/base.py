@@ -41,6 +41,8 @@ from hf_packing.planning.table import PatternTable
 from hf_packing.planning.windows import WindowPlan, packs_with_room
 
 _S = TypeVar("_S", bound="Strategy")
+_ROWS_AT_ONCE = 10_000
+"""Rows of a dataset whose lengths are read at once."""
 
 
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
@@ -297,9 +299,11 @@ def read_lengths(lengths: Any) -> IntArray:
     """
     if names := getattr(lengths, "column_names", None):
         check_are_documents(names)
-        from hf_packing.rows.token_columns import columns_of  # imported here, since planning needs no datasets
+        from hf_packing.rows.token_columns import TokenColumn  # imported here, since planning needs no datasets
 
-        lengths = columns_of(lengths, [INPUT_IDS])[INPUT_IDS].length
+        tables = lengths.select_columns(INPUT_IDS).with_format("arrow").iter(_ROWS_AT_ONCE)
+        found = [TokenColumn(INPUT_IDS, table[INPUT_IDS]).length for table in tables]
+        lengths = np.concatenate([np.zeros(0, dtype=np.int64), *found])
     elif isinstance(lengths, Sequence):
         lengths = lengths[:]
     return check_lengths(lengths)
