@@ -56,7 +56,8 @@ def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> L
     if is_whole or columns.keys().isdisjoint(LABEL_COLUMNS):
         return None
     documents = Pieces.whole(plan.document_length)
-    return LabelCounts(*(count_labels(columns, pieces, keep_first) for pieces in (plan.segments, documents)))
+    left = count_labels(columns, plan.segments, keep_first)
+    return LabelCounts(left, count_labels(columns, documents, keep_first))
 
 
 def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False) -> int:
