@@ -284,7 +284,7 @@ def test_the_summary_says_that_labels_have_weights(tmp_path):
 def test_weights_that_are_not_finite_are_refused_with_their_row(column, weight, tmp_path):
     rows = weighted(column).to_list()
     rows[17][column] = weight if column == "loss_weight" else [1.0, weight] + [1.0] * (len(rows[17]["input_ids"]) - 2)
-    said = f"column '{column}': expected a .*number .* row 17"
+    said = f"column '{column}': expected .*number.* row 17"
     with pytest.raises(hfp.PackingError, match=said):
         hfp.attach(trainer_of(tmp_path, data=datasets.Dataset.from_list(rows)), hfp.TokenBudget(64))
     begins = rf"got .*{weight}.* in row 1, which begins with the tokens \[{rows[17]['input_ids'][0]}, "

@@ -117,17 +117,17 @@ def test_equal_hashes_and_blocks_change_nothing(monkeypatch, rng):
         [*prefixes[rng.integers(9)][: rng.integers(30)], *rng.integers(0, 9, rng.integers(20)).tolist()]
         for _ in range(300)
     ]
-    whole = find(documents, 4)[0].forest
+    whole = find(documents, 4)[0]
     assert (whole.shared > 0).sum() > 100
     for name, value in (("_TOKENS_OF_BLOCK", 60), ("_SORTED_AT_ONCE", 60), ("_FEWEST_AT_ONCE", 2)):
         monkeypatch.setattr(find_module, name, value)
-        again = find(documents, 4)[0].forest
+        again = find(documents, 4)[0]
         assert (again.order == whole.order).all()
         assert (again.shared == whole.shared).all()
         assert np.array_equal(again.length, whole.length)
     monkeypatch.setattr(find_module, "_hash", lambda rows: np.zeros(len(rows), dtype=np.uint64))
     documents = [[1, 2, 3], [4, 5, 6], [1, 2, 9], [7, 5, 6]]
-    forest = find(documents, 2)[0].forest
+    forest = find(documents, 2)[0]
     assert (forest.order.tolist(), forest.shared.tolist()) == ([0, 2, 1, 3], [0, 2, 0, 0])
 
 
