@@ -4,7 +4,7 @@ A token column is a column with one number for each token of a document, such as
 columns are packed, except `attention_mask` and those that the dataset's format hides.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -211,6 +211,20 @@ def with_typed_empty_lists(table: pa.Table) -> pa.Table:
     if not untyped:
         return table
     return table.cast(pa.schema(types | dict.fromkeys(untyped, pa.list_(pa.int32()))))
+
+
+def as_array(name: str, values: Sequence[Any], needed: Collection[str]) -> pa.Array:
+    """Return the values of a column, such as lists or tensors, as an Arrow array; nulls if Arrow cannot convert them.
+
+    Raises:
+        PackingError: Arrow cannot convert the values of a needed column.
+    """
+    try:  # without a type, since pyarrow would cut fractions off in silence
+        return pa.array([row.tolist() if hasattr(row, "tolist") else row for row in values])
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        if name in needed:
+            raise PackingError(f"column {name!r}: expected lists of numbers, got the error: {error}") from error
+        return pa.nulls(len(values))
 
 
 def columns_left_out(schema: pa.Schema) -> list[str]:

@@ -34,6 +34,7 @@ from hf_packing.planning.lengths import BoolArray, IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
+    as_array,
     columns_left_out,
     find_token_columns,
     is_token_type,
@@ -364,13 +365,6 @@ def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Ta
     names = dict.fromkeys((*schema.names, *LABEL_COLUMNS, ATTENTION_MASK))
     while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
         found = set().union(*block)
-        yield pa.table({name: _array(name, [row.get(name) for row in block]) for name in names if name in found})
-
-
-def _array(name: str, values: list[Any]) -> pa.Array:
-    """Return the values of a column: None, lists or arrays, or values of other kinds, such as tensors."""
-    known = [value if value is None or isinstance(value, (list, np.ndarray)) else np.asarray(value) for value in values]
-    try:
-        return pa.array(known)  # without a type, since pyarrow would cut fractions off in silence
-    except (pa.ArrowException, OverflowError) as error:
-        raise PackingError(f"column {name!r}: expected lists of numbers, got the error: {error}") from error
+        yield pa.table(
+            {name: as_array(name, [row.get(name) for row in block], names) for name in names if name in found}
+        )
