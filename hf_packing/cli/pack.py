@@ -8,10 +8,10 @@ from typing import Any
 
 from hf_packing.cli.flags import print_json, read_documents, strategies_named, text_settings
 from hf_packing.errors import PackingError
-from hf_packing.files import new_folder, writing_to
+from hf_packing.files import new_folder, remove_unfinished, writing_to
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import PLAN, Origin, remove_unfinished
+from hf_packing.rows.cache import PLAN, Origin
 from hf_packing.rows.changes import describe_counts
 from hf_packing.rows.pack import pack_to_disk
 from hf_packing.rows.packing import Packing

@@ -13,21 +13,13 @@ import numpy as np
 import pyarrow as pa
 from datasets.formatting import get_formatter
 
-from hf_packing.columns import INPUT_IDS
+from hf_packing.columns import INPUT_IDS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import (
-    ALL_ROWS,
-    columns_in,
-    is_list,
-    read_rows,
-    row_numbers,
-    shows_table,
-    token_columns_of,
-)
+from hf_packing.rows.token_columns import TokenColumn, is_list, row_numbers, shows_table, token_columns_of
 
 _PACK = "pack"
 _CELL = pa.struct([(_PACK, pa.int64())])
@@ -78,10 +70,14 @@ class DocumentRows:
         return self.packing.rows(self.columns, self.plan, packs)
 
     def read(self, packs: IntArray) -> list[dict[str, Array]]:
-        """Return the rows of some packs, as dicts of NumPy arrays, without the capacity of their bucket."""
-        table = self.build(packs).table
-        lists = [field.name for field in table.schema if is_list(field.type)]
-        return read_rows(columns_in(table, lists, ALL_ROWS), np.arange(len(packs)))
+        """Return the rows of some packs, as dicts of NumPy arrays."""
+        table, every = self.build(packs).table, np.arange(len(packs))
+        return rows_of(
+            {
+                name: TokenColumn(name, column).read(every) if is_list(column.type) else column.to_numpy()
+                for name, column in zip(table.column_names, table.columns, strict=True)
+            }
+        )
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
         """Return rows with the values of their cells, in the format of the documents; other columns stay as they are.

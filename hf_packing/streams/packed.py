@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import INPUT_IDS, LOSS_WEIGHT, LOSS_WEIGHTS
+from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, BoolArray, IntArray, check_lengths, sums_of, total_of
 from hf_packing.planning.permutation import derive_seed
@@ -115,7 +115,8 @@ class StreamPacking:
         tokens, documents = total_of(lengths_of(waiting)), waiting.num_rows
         new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
         try:
-            columns = find_token_columns(pa.concat_tables([waiting, new]))
+            table = pa.concat_tables([waiting, new])
+            columns = find_token_columns(table)
             lengths = check_lengths(columns[INPUT_IDS].length)
             planned = self.plan(columns, lengths, window["number"])
         except PackingError as error:
@@ -138,7 +139,7 @@ class StreamPacking:
             empty_documents=total_of(lengths[documents:] == 0),
             packs=made.num_packs,
         )
-        left, document = _waiting_documents(columns, plan, waits, self.schema)
+        left, document = _waiting_documents(table, columns, plan, waits)
         return columns, made, _start_of_window(left, age[document] + 1, reader.place, window["number"] + 1, counts)
 
     def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
@@ -200,15 +201,15 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
 
 
 def _waiting_documents(
-    columns: TokenColumns, plan: PackingPlan, packs: BoolArray, schema: pa.Schema
+    documents: pa.Table, columns: TokenColumns, plan: PackingPlan, packs: BoolArray
 ) -> tuple[pa.Table, Array]:
     """Return the segments of the packs that wait for the next window, as documents, in the order of the stream.
 
     Args:
-        columns: token columns of the window's documents.
+        documents: the window's documents.
+        columns: their token columns.
         plan: the plan of the window.
         packs: bool [packs]: True for packs that wait.
-        schema: names and types of the documents' columns.
 
     Returns:
         A table with a row for each segment, and the index of each segment's document in the window.
@@ -216,9 +217,9 @@ def _waiting_documents(
     waiting = plan.segments.take(np.flatnonzero(packs[plan.pack_of_segment()]))
     waiting = waiting.take(np.lexsort((waiting.start, waiting.document)))
     arrays = {
-        name: list_array(columns[name].gather(waiting), waiting.length) for name in schema.names if name != LOSS_WEIGHT
+        name: list_array(columns[name].gather(waiting), waiting.length)
+        if name in columns
+        else documents.column(name).take(waiting.document)  # one number for each document
+        for name in documents.column_names
     }
-    if LOSS_WEIGHT in schema.names:  # that of any token
-        first = replace(waiting, length=np.ones_like(waiting.length))
-        arrays[LOSS_WEIGHT] = pa.array(columns[LOSS_WEIGHTS].gather(first))
-    return pa.table(arrays).select(schema.names).cast(schema), waiting.document
+    return pa.table(arrays).cast(documents.schema), waiting.document

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from glob import escape
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import pyarrow as pa
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.files import file_system
-from hf_packing.text.render import Rendered, reason_of
+from hf_packing.text.render import reason_of
 from hf_packing.text.tokenize import TOKEN_COLUMNS, Placed, TextTokenizer, numbered, usable
 
 _JSON, _TEXT = "JSON", "text"
@@ -39,8 +39,8 @@ _OPTIONS: dict[str, Any] = {
 }
 """Options for `datasets` by kind of files; in tables, text such as NA stays text."""
 _TRAIN = "train"
-_CHARACTERS_AT_ONCE = 2_000_000
-"""Approximate number of characters to tokenize in one call, enough to use all cores."""
+_DOCUMENTS_AT_ONCE = 512
+"""Documents to tokenize in one call, enough to use all cores, and few enough to fit in memory."""
 _SHOWN = 80
 """The number of characters of a value that a message shows."""
 
@@ -130,18 +130,10 @@ class Documents:
             raise PackingError(
                 f"tokenizer: expected one for documents with {', '.join(names) or 'no fields'}, got none"
             )
-        schema, total = TOKEN_COLUMNS.arrow_schema, 0
-
-        def block_of(document: Rendered) -> int:
-            """Return the number of the block in which a document is tokenized, with the documents before it."""
-            nonlocal total
-            total += len(document.text)
-            return total // _CHARACTERS_AT_ONCE
-
+        schema = TOKEN_COLUMNS.arrow_schema
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             documents = usable(chain(first, rows), tokenizer.render, self._leave_out)
-            for _, group in groupby(documents, block_of):
-                block = list(group)
+            while block := list(islice(documents, _DOCUMENTS_AT_ONCE)):
                 stream.write_table(pa.table(tokenizer.tokens(block, self.remarks), schema=schema))
                 seen(len(block))
         return datasets.Dataset.from_file(str(file))

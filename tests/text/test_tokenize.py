@@ -1124,7 +1124,7 @@ def test_names_on_the_hub_may_have_dots(name):
 
 def test_tokens_are_those_of_tokenize(tmp_path, words, monkeypatch):
     """However many blocks they are tokenized in; and so are labels."""
-    monkeypatch.setattr("hf_packing.text.read._CHARACTERS_AT_ONCE", 10)
+    monkeypatch.setattr("hf_packing.text.read._DOCUMENTS_AT_ONCE", 2)
     rows = [{"prompt": "one " * number, "completion": " two"} for number in range(9)]
     seen = []
     documents = Documents(str(write(tmp_path / "a.jsonl", rows)))
