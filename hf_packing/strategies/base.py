@@ -19,7 +19,6 @@ from hf_packing.checks import (
     check_choice,
     check_optional_number,
     check_whole_number,
-    check_whole_numbers,
     expect,
     set_fields,
 )
@@ -48,8 +47,9 @@ _ROWS_AT_ONCE = 10_000
 
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
     """Return the bucket lengths as a tuple of ints, if they are ascending."""
-    given = check_whole_numbers("bucket_lengths", bucket_lengths).tolist()
-    lengths = tuple(check_whole_number("bucket_lengths", length) for length in given)
+    if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
+        raise PackingError(f"bucket_lengths: expected a sequence of integers, got {bucket_lengths!r}")
+    lengths = tuple(check_whole_number("bucket_lengths", length) for length in bucket_lengths)
     if not lengths or any(shorter >= longer for shorter, longer in pairwise(lengths)):
         raise PackingError(
             f"bucket_lengths: expected at least one length, ascending without repeats, got {bucket_lengths!r}"
