@@ -214,14 +214,14 @@ def _weights_of(rows: Sequence[Row], tokens: Sequence[IntArray], labels: IntArra
     given = [spread_weight(row).get(LOSS_WEIGHTS) for row in rows]
     if all(each is None for each in given):
         return {}
-    read = []
-    for number, (weights, ids) in enumerate(zip(given, tokens, strict=True)):
-        if (values := numbers_in(weights)) is None or not np.isfinite(values).all():
+    read = [*map(numbers_in, given)]
+    for number, values in enumerate(read):
+        if values is None or not np.isfinite(values).all():
             raise PackingError(
                 f"column {LOSS_WEIGHTS!r} or {LOSS_WEIGHT!r}: expected one of them, with finite numbers, in every row, "
-                f"got {str(weights)[:80]} in row {number}, which begins with the tokens {ids[:8].tolist()}"
+                f"got {str(given[number])[:80]} in row {number}, which begins with the tokens "
+                f"{tokens[number][:8].tolist()}"
             )
-        read.append(values)
     joined = _join(LOSS_WEIGHTS, read, tokens, np.float64)
     if (joined[labels != IGNORED_LABEL] == 1).all():
         return {}
