@@ -76,16 +76,9 @@ def rows_of(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
     return np.split(lengths[plan.rows], plan.offsets[1:-1])
 
 
-def attention_cost(layout: RankLayout) -> np.ndarray:
-    """Return the attention cost of each rank."""
-    start = layout.pieces.start
-    of_piece = (start + layout.pieces.length) ** 2 - start**2
-    return np.bincount(layout.rank, of_piece, layout.num_ranks)
-
-
 def measure(rows: list[np.ndarray], ranks: int, lay_out: Layout) -> dict[str, float]:
     layouts = [lay_out(row) for row in rows]
-    work = np.concatenate([LINEAR_COST * layout.tokens + attention_cost(layout) for layout in layouts])
+    work = np.concatenate([LINEAR_COST * layout.tokens + layout.attention_cost for layout in layouts])
     work = work.reshape(-1, ranks)
     received = sum(plan_exchange(layout).num_received for layout in layouts)
     return {

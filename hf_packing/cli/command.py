@@ -103,7 +103,7 @@ def _add_report(commands: Any) -> None:
         help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: fixed_length, first_come, best_fit, and "
         "bucket if --max-length has several numbers)",
     )
-    command.add_argument("--output", type=Path, metavar="HTML", help="HTML page to write, with pictures")
+    command.add_argument("--output", type=Path, metavar="HTML", help="HTML page to write, with a picture")
     command.add_argument(
         "--ranks",
         type=_positive,

@@ -44,7 +44,13 @@ class RankLayout:
     @property
     def tokens(self) -> IntArray:
         """int64 [ranks]: the number of tokens that each rank holds."""
-        return sums_by(self.rank, self.pieces.length, self.num_ranks)
+        return self._sum_on_ranks(self.pieces.length)
+
+    @property
+    def attention_cost(self) -> IntArray:
+        """int64 [ranks]: the attention cost of each rank. The sum over ranks is the sum of squared document lengths."""
+        start = self.pieces.start
+        return self._sum_on_ranks((start + self.pieces.length) ** 2 - start**2)
 
     @property
     def num_split(self) -> int:
@@ -56,6 +62,9 @@ class RankLayout:
         """Return where in the row the tokens of a rank stand, in the order in which the rank holds them, int64 [n]."""
         own = RowPart(self, rank).pieces
         return indices_in_ranges(offsets_of(self.lengths)[own.document] + own.start, own.length)
+
+    def _sum_on_ranks(self, of_piece: IntArray) -> IntArray:
+        return sums_by(self.rank, of_piece, self.num_ranks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packing.planning.lengths import offsets_of, sums_by
+from hf_packing.planning.lengths import offsets_of
 from hf_packing.planning.rank_layout import lay_out, plan_exchange
 
 
@@ -25,12 +25,6 @@ LIMITS = {
 }
 
 
-def attention_cost(layout):
-    """The attention cost of each rank. The sum over ranks is the sum of squared document lengths."""
-    start = layout.pieces.start
-    return sums_by(layout.rank, (start + layout.pieces.length) ** 2 - start**2, layout.num_ranks)
-
-
 def sent(exchange, ranks):
     """The number of tokens that each rank (row) sends each other one (column)."""
     total = np.zeros((ranks, ranks), np.int64)
@@ -47,7 +41,7 @@ def test_every_token_is_on_one_rank(row, linear_cost):
     assert layout.tokens.tolist() == [len(of_rank) for of_rank in places]
     assert layout.tokens.max() <= max_tokens
     assert all((np.diff(of_rank) > 0).all() for of_rank in places)  # in the order of the row
-    assert attention_cost(layout).sum() == sum(length**2 for length in lengths)
+    assert layout.attention_cost.sum() == sum(length**2 for length in lengths)
     assert layout.lengths.tolist() == lengths
 
 
@@ -119,7 +113,7 @@ def evenness(work):
 def test_a_long_document_is_level(ranks):
     layout = lay_out([16384 * ranks], ranks, 16384)
     assert layout.tokens.tolist() == [16384] * ranks
-    assert len(set(attention_cost(layout).tolist())) == 1
+    assert len(set(layout.attention_cost.tolist())) == 1
     ends = np.arange(1, ranks + 1) * 16384
     assert evenness(ends**2 - (ends - 16384) ** 2) < 0.7 or ranks == 2  # equal slices would be uneven
 
@@ -138,7 +132,7 @@ def full_row(ranks, rng):
 def test_a_full_row_of_many_documents_is_level(ranks, linear_cost, rng):
     layout = lay_out(full_row(ranks, rng), ranks, 16384, linear_cost)
     assert layout.tokens.tolist() == [16384] * ranks
-    work = linear_cost * layout.tokens + attention_cost(layout)
+    work = linear_cost * layout.tokens + layout.attention_cost
     assert evenness(work) > (0.95 if linear_cost else 0.9)  # linear layers take the same time for every token
 
 

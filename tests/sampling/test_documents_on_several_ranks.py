@@ -122,8 +122,7 @@ def test_documents_on_several_ranks_are_counted(rng):
             split += layout.num_split
             received += plan_exchange(layout).num_received
             held += layout.tokens.tolist()
-            start, end = layout.pieces.start, layout.pieces.start + layout.pieces.length
-            work += (300 * layout.tokens + np.bincount(layout.rank, end**2 - start**2)).tolist()
+            work += (300 * layout.tokens + layout.attention_cost).tolist()
         busy.append(np.mean(work) / max(work))
         tokens.append(np.mean(held) / max(held))
     summary = sampler.summary()
