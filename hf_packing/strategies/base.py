@@ -299,11 +299,10 @@ def read_lengths(lengths: Any) -> IntArray:
     """
     if names := getattr(lengths, "column_names", None):
         check_are_documents(names)
-        from hf_packing.rows.token_columns import TokenColumn  # imported here, since planning needs no datasets
-
         tables = lengths.select_columns(INPUT_IDS).with_format("arrow").iter(_ROWS_AT_ONCE)
-        found = [TokenColumn(INPUT_IDS, table[INPUT_IDS]).length for table in tables]
-        lengths = np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        chunks = (chunk for table in tables for chunk in table[INPUT_IDS].chunks)
+        found = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *found])
     elif isinstance(lengths, Sequence):
         lengths = lengths[:]
     return check_lengths(lengths)
