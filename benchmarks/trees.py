@@ -61,7 +61,7 @@ def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> N
     plans: list[hfp.PackingPlan] = []
     sides = {
         "find": lambda: find_trees(columns, pieces, least, arguments.max_length),
-        "plan": lambda: plans.append(plan_trees(columns, strategy, least)[0]),
+        "plan": lambda: plans.append(plan_trees(columns, strategy, least)),
         "rows": lambda: deque(packing.blocks(columns, plans[-1], TOKENS_AT_ONCE), maxlen=0),
     }
     seconds = in_turn(sides, arguments.rounds, time.process_time)

@@ -6,6 +6,7 @@ A folder is written under another name, and renamed when it is complete.
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +24,9 @@ _TIMES = ("LastModified", "updated", "mtime")
 """Names, in fsspec's `info`, of the time when a file was changed."""
 
 UNFINISHED = ".packing-"
-"""How the name of a folder begins that is not complete."""
+"""How the name of a file or a folder begins that is not complete."""
+UNTOUCHED_FOR = 3600.0
+"""An unfinished file or folder is removed after this many seconds without a write."""
 
 
 def file_system(name: str, **options: Any) -> tuple[Any, str]:
@@ -71,6 +74,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
         put_in_place(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def remove_unfinished(home: Path, untouched_for: float = UNTOUCHED_FOR) -> None:
+    """Remove the unfinished files and folders in a folder to which nobody has written for so many seconds."""
+    for work in home.glob(f"{UNFINISHED}{'[0-9a-f]' * 32}*"):  # as `new_folder` names them
+        with suppress(OSError):  # another process has removed it
+            if time.time() - max(each.stat().st_mtime for each in (work, *work.rglob("*"))) <= untouched_for:
+                continue
+            if work.is_dir():
+                shutil.rmtree(work, ignore_errors=True)
+            else:
+                work.unlink()
 
 
 @contextmanager

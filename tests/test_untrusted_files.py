@@ -19,9 +19,8 @@ from chat_templates import FROM_TRL, tokenizer_with
 from trainers import documents
 
 import hf_packing as hfp
-from hf_packing.files import UNFINISHED
+from hf_packing.files import UNFINISHED, UNTOUCHED_FOR
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
-from hf_packing.rows.cache import UNTOUCHED_FOR
 from hf_packing.text.tokenize import load_tokenizer
 from hf_packing.training.resume import ROWS_FILE, load_batches
 

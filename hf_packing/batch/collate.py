@@ -214,14 +214,14 @@ def _weights_of(rows: Sequence[Row], tokens: Sequence[IntArray], labels: IntArra
     given = [spread_weight(row).get(LOSS_WEIGHTS) for row in rows]
     if all(each is None for each in given):
         return {}
-    read = []
-    for number, (weights, ids) in enumerate(zip(given, tokens, strict=True)):
-        if (values := numbers_in(weights)) is None or not np.isfinite(values).all():
+    read = [*map(numbers_in, given)]
+    for number, values in enumerate(read):
+        if values is None or not np.isfinite(values).all():
             raise PackingError(
                 f"column {LOSS_WEIGHTS!r} or {LOSS_WEIGHT!r}: expected one of them, with finite numbers, in every row, "
-                f"got {str(weights)[:80]} in row {number}, which begins with the tokens {ids[:8].tolist()}"
+                f"got {str(given[number])[:80]} in row {number}, which begins with the tokens "
+                f"{tokens[number][:8].tolist()}"
             )
-        read.append(values)
     joined = _join(LOSS_WEIGHTS, read, tokens, np.float64)
     if (joined[labels != IGNORED_LABEL] == 1).all():
         return {}
@@ -357,7 +357,7 @@ def _segments_of_row(row: Row, tokens: int, number: int) -> IntArray:
 
 
 class WorkerBatch(dict[str, Any]):
-    """A dict of tensors whose integers are pickled as bytes; the unpickled copy is a plain dict with equal tensors.
+    """A dict of tensors that are pickled as bytes; the unpickled copy is a plain dict with equal tensors.
 
     Otherwise, torch moves every tensor to its own shared memory, and the main process asks the worker for each file
     descriptor. For the tensors of a batch, this takes longer than to read and collate its rows
@@ -365,19 +365,10 @@ class WorkerBatch(dict[str, Any]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tensors = {name: value for name, value in self.items() if isinstance(value, torch.Tensor)}
-        integers = {name: value.numpy() for name, value in tensors.items() if value.dtype in (torch.int32, torch.int64)}
-        small = {name: values.astype(_smallest_dtype(values)) for name, values in integers.items()}
-        return _restored, ({**self, **small}, {name: values.dtype for name, values in integers.items()})
+        arrays = {name: value.numpy() for name, value in self.items() if isinstance(value, torch.Tensor)}
+        return _restored, ({**self, **arrays},)
 
 
-def _smallest_dtype(values: Array) -> Any:
-    """Return the smallest dtype that holds all values."""
-    least, largest = values.min(initial=0), values.max(initial=0)
-    dtypes = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
-    return next(each for each in dtypes if np.iinfo(each).min <= least and largest <= np.iinfo(each).max)
-
-
-def _restored(batch: dict[str, Any], dtypes: dict[str, np.dtype[Any]]) -> dict[str, Any]:
-    """Return a batch in which arrays are tensors of these dtypes again."""
-    return batch | {name: torch.from_numpy(batch[name].astype(dtype)) for name, dtype in dtypes.items()}
+def _restored(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch in which arrays are tensors again."""
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in batch.items()}

@@ -94,14 +94,7 @@ def _add_report(commands: Any) -> None:
         description="Compare packing strategies on your documents, and recommend one.",
     )
     _add_documents(command)
-    command.add_argument(
-        _LENGTHS,
-        type=_positive,
-        metavar="N",
-        nargs=1,
-        action="extend",
-        help="the most tokens that a row may have; one number or several (default: 2048 4096 8192)",
-    )
+    _add_lengths(command, "one number or several (default: 2048 4096 8192)")
     command.add_argument(
         "--strategy",
         nargs="+",
@@ -110,9 +103,7 @@ def _add_report(commands: Any) -> None:
         help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: fixed_length, first_come, best_fit, and "
         "bucket if --max-length has several numbers)",
     )
-    command.add_argument(
-        "--output", type=Path, metavar="HTML", help="HTML page to write; PNG pictures are written beside the page"
-    )
+    command.add_argument("--output", type=Path, metavar="HTML", help="HTML page to write, with a picture")
     command.add_argument(
         "--ranks",
         type=_positive,
@@ -137,14 +128,7 @@ def _add_pack(commands: Any) -> None:
         metavar="NAME",
         help=f"strategy, one of {', '.join(STRATEGIES)} (default: %(default)s)",
     )
-    command.add_argument(
-        _LENGTHS,
-        type=_positive,
-        metavar="N",
-        nargs=1,
-        action="extend",
-        help="the most tokens that a row may have; several numbers for strategies with buckets (default: 4096)",
-    )
+    _add_lengths(command, "several numbers for strategies with buckets (default: 4096)")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     command.add_argument(
         "--share-prefixes",
@@ -189,6 +173,17 @@ def _add_check(commands: Any) -> None:
     _add_usual(command)
 
 
+def _add_lengths(command: argparse.ArgumentParser, numbers: str) -> None:
+    command.add_argument(
+        _LENGTHS,
+        type=_positive,
+        metavar="N",
+        nargs=1,
+        action="extend",
+        help=f"the most tokens that a row may have; {numbers}",
+    )
+
+
 def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Add the flags that say which documents to read, and how rows become tokens."""
     command.add_argument(
@@ -206,6 +201,7 @@ def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -
     )
     command.add_argument(
         "--field",
+        dest="text_field",
         help="field with the text or the messages (default: the first found of prompt and completion, messages, "
         "conversations, text)",
     )
@@ -216,12 +212,14 @@ def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -
     )
     command.add_argument(
         "--no-eos",
-        action="store_true",
+        dest="end_documents",
+        action="store_false",
         help="append no end-of-sequence token to texts (default: append an end-of-sequence token)",
     )
     command.add_argument(
         "--no-special-tokens",
-        action="store_true",
+        dest="add_special_tokens",
+        action="store_false",
         help="add no special tokens of the tokenizer to texts, which have them already (default: add them)",
     )
     command.add_argument("--separator", metavar="TEXT", help="text between a prompt and its completion (default: none)")

@@ -14,6 +14,8 @@ from hf_packing.strategies.base import Strategy, plan_packing, registered_strate
 
 STRATEGIES = tuple(registered_strategies())
 
+_TEXT_SETTINGS = ("text_field", "end_documents", "add_special_tokens", "separator", "train_on")
+
 _FLAGS = {
     "text_field": "--field",
     "skip_bad=True": "--skip-bad",
@@ -66,13 +68,7 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
 
 def text_settings(given: argparse.Namespace) -> dict[str, Any]:
     """Return how the flags say that rows become tokens, as arguments of `TextTokenizer` and `fleet.pack`."""
-    return {
-        "text_field": given.field,
-        "end_documents": not given.no_eos,
-        "add_special_tokens": not given.no_special_tokens,
-        "separator": given.separator,
-        "train_on": given.train_on,
-    }
+    return {name: getattr(given, name) for name in _TEXT_SETTINGS}
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:

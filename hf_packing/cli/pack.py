@@ -4,13 +4,14 @@ import argparse
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from hf_packing.cli.flags import print_json, read_documents, strategies_named, text_settings
 from hf_packing.errors import PackingError
-from hf_packing.files import new_folder, writing_to
+from hf_packing.files import new_folder, remove_unfinished, writing_to
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import PLAN, remove_unfinished
+from hf_packing.rows.cache import PLAN, Origin
 from hf_packing.rows.changes import describe_counts
 from hf_packing.rows.pack import pack_to_disk
 from hf_packing.rows.packing import Packing
@@ -55,29 +56,33 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
             documents, skipped = read_documents(data, given, tokens)
             fields = documents.features.arrow_schema
             origin = pack_to_disk(documents, packing, fresh)
-            plan, trained = origin.plan, origin.facts["trained_tokens"]
+            plan = origin.plan
             if not plan.num_packs:
                 raise PackingError(f"data: expected documents with tokens, got none in {data!r}")
             del documents  # Windows removes no file that is open
             _check_output(folder, given.overwrite)  # another run may have made the output meanwhile
-    metrics = plan.metrics()
-    if given.json:
-        print_json(
-            {
-                "output": str(output),
-                "strategy": name_of(strategy),
-                "rows": plan.num_packs,
-                "trained_tokens": trained,
-                "skipped": skipped,
-                "loss_masks": origin.facts["loss_masks"],
-                "left_out": [field.name for field in fields if not is_token_type(field.type)],
-                **vars(metrics),
-            }
-        )
+    say_plan(
+        origin,
+        given.json,
+        output=str(output),
+        strategy=name_of(strategy),
+        rows=plan.num_packs,
+        skipped=skipped,
+        loss_masks=origin.facts["loss_masks"],
+        left_out=[field.name for field in fields if not is_token_type(field.type)],
+    )
+    if not given.json:
+        print(f"written: {output}, with the packing plan in {output / PLAN}")
+
+
+def say_plan(origin: Origin, as_json: bool, **more: Any) -> None:
+    """Print the plan of packed rows and their numbers, as text, or as JSON with more facts."""
+    metrics, trained = origin.plan.metrics(), origin.facts["trained_tokens"]
+    if as_json:
+        print_json({**more, "trained_tokens": trained, **vars(metrics)})
         return
-    print(plan)
-    print(*describe_counts(trained, metrics.num_tokens, skipped), sep="\n")
-    print(f"written: {output}, with the packing plan in {output / PLAN}")
+    print(origin.plan)
+    print(*describe_counts(trained, metrics.num_tokens, more.get("skipped", ())), sep="\n")
 
 
 def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:

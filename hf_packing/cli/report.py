@@ -10,12 +10,11 @@ from tempfile import TemporaryDirectory
 
 from hf_packing.checks import expect
 from hf_packing.cli.flags import print_json, read_documents, strategies_named
-from hf_packing.cli.pack import say_packed
+from hf_packing.cli.pack import say_packed, say_plan
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.report.render import check_page, save_page
 from hf_packing.report.report import packing_report
 from hf_packing.rows.cache import Origin
-from hf_packing.rows.changes import describe_counts
 from hf_packing.rows.token_columns import find_token_columns
 
 
@@ -34,12 +33,7 @@ def run(given: argparse.Namespace) -> int:
     if (origin := Origin.beside(Path(given.data))) is not None:
         planned = "for rows that are packed, whose plan is printed"
         expect(None, planned, output=given.output, strategy=given.strategy, tokenizer=given.tokenizer)
-        metrics, trained = origin.plan.metrics(), origin.facts["trained_tokens"]
-        if given.json:
-            print_json({"trained_tokens": trained, **vars(metrics)})
-        else:
-            print(origin.plan)
-            print(*describe_counts(trained, metrics.num_tokens), sep="\n")
+        say_plan(origin, given.json)
         return 0
     lengths = given.max_length or [2048, 4096, 8192]
     strategies = strategies_named(given.strategy, lengths) if given.strategy else None

@@ -15,10 +15,9 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,14 @@ from uuid import uuid4
 from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.errors import PackingError
-from hf_packing.files import file_system, size_and_version, writing_to
+from hf_packing.files import UNFINISHED, file_system, remove_unfinished, size_and_version, writing_to
 from hf_packing.rows.changes import describe_changes
 
 RUN, MANIFEST = "run.json", "manifest.json"
 Identity = list[Any]
 """What differs between two versions of a file: the size, and the time of the last change or the etag."""
-_UNFINISHED, _ABANDONED = ".unfinished-", 600.0
-"""How names of unfinished local files begin, and the seconds without a write after which their process has died."""
+_ABANDONED = 600.0
+"""The seconds without a write to an unfinished file after which its process has died."""
 
 
 def url_of(system: Any, path: str) -> str:
@@ -103,7 +102,7 @@ class Folder:
                 another content.
         """
         local, path = is_local(self.system), f"{self.root}/{name}"
-        fresh = Path(self.root if local else tempfile.gettempdir(), f"{_UNFINISHED}{uuid4().hex}")
+        fresh = Path(self.root if local else tempfile.gettempdir(), f"{UNFINISHED}{uuid4().hex}")
         try:
             with writing_to("output", self.url):
                 Path(path if local else fresh).parent.mkdir(parents=True, exist_ok=True)
@@ -166,11 +165,8 @@ class Folder:
         if len(kinds) > 1:
             raise PackingError(f"files: expected the same columns in all files, got {kinds}")
         self.write(MANIFEST, {**run, "files": [asdict(file) for file in files]})
-        for name in self.names():
-            file = Path(self.root, name)
-            with suppress(FileNotFoundError):  # another driver has finished it
-                if name.startswith(_UNFINISHED) and time.time() - file.stat().st_mtime > _ABANDONED:
-                    file.unlink()
+        if is_local(self.system):
+            remove_unfinished(Path(self.root), _ABANDONED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +182,6 @@ class PackedFile:
     """Names and types of the columns of the documents."""
     counts: Mapping[str, int]
     """What was packed and what was not; see `PackedCorpus.counts`."""
-    splits: Mapping[str, int]
-    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
     remarks: Mapping[str, int]
     """What users should know of rows, and of how many of them."""
     loss_masks: Sequence[str]
@@ -250,7 +244,6 @@ class PackedCorpus:
         facts = {
             "strategy": self.strategy,
             "loss_masks": list(self._sum("loss_masks")),
-            "splits": self._sum("splits"),
             "trained_tokens": counts["trained_tokens"],
             "packed_tokens": counts["num_tokens"] - counts["num_dropped_tokens"],
             "tokens": counts["num_tokens"],

@@ -49,7 +49,7 @@ from hf_packing.rows.token_columns import (
     columns_left_out,
     find_token_columns,
     is_token_type,
-    stored_names,
+    token_names,
     with_typed_empty_lists,
 )
 from hf_packing.strategies.base import Strategy
@@ -330,7 +330,7 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
     packing = task.packing
     try:
         columns = find_token_columns(pa.concat_tables(filled))
-        plan, splits = packing.plan(columns)
+        plan = packing.plan(columns)
         if (labels := labels_left(columns, plan, packing.keep_first_labels)) is not None:
             labels.check_some_left("strategy", packing.strategy)
     except (PackingError, pa.ArrowException) as error:
@@ -358,7 +358,6 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
             "trained_tokens": trained,
             "skipped_rows": sum(map(len, skipped)),
         },
-        splits=splits,
         remarks=dict(sum(remarks, Counter())),  # as a dataclass copies a Counter wrongly
         loss_masks=loss_masks_in(columns),
         left_out=list(dict.fromkeys(chain(*left_out))),
@@ -390,7 +389,7 @@ def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], Counte
                 skipped, remarks = [each.replace(local, name) for each in documents.skipped], documents.remarks
             task.packing.check_names(table.column_names)
             table = with_typed_empty_lists(table)
-            columns = stored_names(find_token_columns(table), table.column_names)
+            find_token_columns(table)  # refuses what cannot be packed
         except (PackingError, OSError, pa.ArrowException) as error:
             text = str(error).replace(local, name)
             raise PackingError(text if name in text else f"{name}: {text}") from None
@@ -399,7 +398,7 @@ def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], Counte
             f"{name}: expected the file as it was when packing began, with size and last change {task.inputs[name]}, "
             f"got {now}; pack changed files into a new folder"
         )
-    return table.select(columns), columns_left_out(table.schema), skipped, remarks
+    return table.select(token_names(table.schema)), columns_left_out(table.schema), skipped, remarks
 
 
 def _read_table(path: str) -> pa.Table:

@@ -1,17 +1,16 @@
 """LengthSchedule, a limit on segments that grows during training."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-from hf_packing.checks import check_choice, check_optional_number, check_whole_number, set_fields
+from hf_packing.checks import check_optional_number, check_whole_number, set_fields
 from hf_packing.errors import PackingError
-
-Growth = Literal["linear", "exponential"]
 
 
 @dataclass(frozen=True)
 class LengthSchedule:
     """The largest length of a segment in each optimizer step: short at first, growing until documents are whole.
+
+    It grows by the same number of tokens in each step.
 
     Rows keep all their tokens. Longer documents get extra borders, so that early steps need less attention. The authors
     of SkyLadder report better models, too.
@@ -20,7 +19,6 @@ class LengthSchedule:
         start: the largest number of tokens of a segment in the first step.
         steps: the number of optimizer steps during which the length grows. After that, documents are whole.
         end: the length at the end of the growth, in tokens; None for the largest length of a row or micro-batch.
-        growth: "linear" to add the same number of tokens in each step, "exponential" to multiply by the same factor.
 
     Raises:
         PackingError: a bad argument, which the message names.
@@ -37,7 +35,6 @@ class LengthSchedule:
     start: int
     steps: int
     end: int | None = None
-    growth: Growth = "linear"
 
     def __post_init__(self) -> None:
         set_fields(
@@ -48,7 +45,6 @@ class LengthSchedule:
         )
         if self.end is not None and self.end < self.start:
             raise PackingError(f"end: expected at least start={self.start}, got {self.end}")
-        check_choice("growth", self.growth, Growth)
 
     def __str__(self) -> str:
         return f"{self.start:,} tokens in the first step, whole documents after {self.steps:,} steps"
@@ -63,10 +59,5 @@ class LengthSchedule:
         end = longest if self.end is None else self.end
         if step >= self.steps or self.start >= longest:
             return None
-        done = step / self.steps
-        length = (
-            self.start * (end / self.start) ** done
-            if self.growth == "exponential"
-            else (self.start + (end - self.start) * done)
-        )
+        length = self.start + (end - self.start) * (step / self.steps)
         return int(length) if length < longest else None

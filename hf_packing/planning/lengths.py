@@ -19,7 +19,6 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 _MAX_TOKENS = 2**63
-_MAX_PIECES = 2**40
 _DENSE_LENGTHS = 1 << 22
 """If all lengths are below this value, counting lengths in an array is cheaper than sorting them."""
 
@@ -249,18 +248,6 @@ def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
         )
 
 
-def check_num_pieces(pieces: float, capacity: int) -> None:
-    """Raise PackingError if there are more than 2**40 pieces. `pieces` is the number of pieces of all documents.
-
-    `capacity` is the capacity of a pack in tokens, for the error message.
-    """
-    if pieces > _MAX_PIECES:
-        raise PackingError(
-            f"max_length or bucket_lengths: expected longer packs, since packs of {capacity} tokens would cut the "
-            f"documents into {pieces:.4g} pieces, and at most 2**40 pieces are supported"
-        )
-
-
 def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Pieces:
     """Cut documents into pieces that fit in a pack, and return the pieces.
 
@@ -278,13 +265,12 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
         Pieces, in the order of the documents.
 
     Raises:
-        PackingError: `overflow` is "error" and a document is too long, or there are more than 2**40 pieces.
+        PackingError: `overflow` is "error" and a document is too long.
     """
     check_fitting(lengths, capacity, overflow)
     numbers = np.arange(len(lengths), dtype=smallest_index_type(len(lengths)))
     if overflow == "split" and lengths.max(initial=0) > capacity:
         chunks = -(-lengths.astype(np.int64) // capacity)
-        check_num_pieces(float(chunks.sum()), capacity)
         document = np.repeat(numbers, chunks)
         start = indices_in_ranges(0, chunks) * capacity
         length = np.minimum(lengths[document] - start, capacity)

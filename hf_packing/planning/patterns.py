@@ -17,7 +17,6 @@ from hf_packing.planning.lengths import (
     IntArray,
     LengthCounts,
     Overflow,
-    check_num_pieces,
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
@@ -178,7 +177,7 @@ def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> 
         Cuts with one group for each length.
 
     Raises:
-        PackingError: `overflow` is "error" and a document is too long, or there are more than 2**40 pieces.
+        PackingError: `overflow` is "error" and a document is too long.
     """
     length = counts.length
     long = length > capacity
@@ -190,5 +189,4 @@ def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> 
         )
     pieces = cut_to_pieces(length, capacity, overflow)
     pieces_each = np.bincount(pieces.document, minlength=len(length))
-    check_num_pieces(float(pieces_each[long] @ counts.documents[long].astype(np.float64)), capacity)
     return Cuts(length, counts.documents, offsets_of(pieces_each), pieces.length)

@@ -341,11 +341,6 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
         _check_values("segment_shared", shared, 0, most)
         own = length - shared
     _check_values("segment_length", sums_of(own, offsets), 0, capacity, "as the sum in pack")
-    if not start.any():  # as of whole documents, each in one segment
-        kept = np.zeros(len(documents), dtype=np.int32)
-        kept[document] = length
-        if np.count_nonzero(kept) == len(document) and (kept <= documents).all():
-            return
     # a segment begins where the one before it in its document ends, or later
     several = np.flatnonzero((np.bincount(document) > 1).take(document))
     several = several[np.lexsort((start[several], document[several]))]
@@ -389,16 +384,15 @@ def _load_arrays(folder: Path) -> tuple[dict[str, IntArray], dict[str, Any]]:
     arrays: dict[str, IntArray] = {}
     try:
         saved = json.loads(file.read_text())
-        found, facts = saved["format"], {name: saved[name] for name in _FACTS}
-        if found == _FORMAT:
-            for name in (*ARRAYS, SEGMENT_SHARED):
-                file = folder / f"{name}.npy"
-                if name in ARRAYS or file.exists():
-                    arrays[name] = open_memmap(file, mode="r")  # reads no pickle and no zip, as np.load might
+        facts = {name: saved[name] for name in _FACTS}
+        if saved["format"] != _FORMAT:
+            raise ValueError(f"a plan of format {saved['format']!r}, not {_FORMAT}")
+        for name in (*ARRAYS, SEGMENT_SHARED):
+            file = folder / f"{name}.npy"
+            if name in ARRAYS or file.exists():
+                arrays[name] = open_memmap(file, mode="r")  # reads no pickle and no zip, as np.load might
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PackingError(
             f"path: expected a valid {file.name}, but reading {str(file)!r} raised {error!r}; save the plan again"
         ) from error
-    if found != _FORMAT:
-        raise PackingError(f"path: expected a plan of format {_FORMAT}, but {str(file)!r} has format {found!r}")
     return arrays, facts

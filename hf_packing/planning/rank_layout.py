@@ -55,8 +55,8 @@ class RankLayout:
     @property
     def num_split(self) -> int:
         """Number of documents that are on several ranks."""
-        held = np.unique(self.pieces.document * self.num_ranks + self.rank) // self.num_ranks
-        return int((np.bincount(held) > 1).sum())
+        document, length = self.pieces.document, self.pieces.length
+        return len(np.unique(document[length < self.lengths[document]]))
 
     def places(self, rank: int) -> IntArray:
         """Return where in the row the tokens of a rank stand, in the order in which the rank holds them, int64 [n]."""

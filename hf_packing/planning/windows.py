@@ -30,8 +30,6 @@ class WindowPlan(NamedTuple):
     """bool [packs]: True if a later document could still go into the pack."""
     all_wait: bool = False
     """True if all open packs wait for the next window, since the strategy fills one pack after the other."""
-    splits: int = 0
-    """How many shared prefixes end early, since values of tokens other than input_ids differ."""
 
 
 def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: float = _FULL) -> npt.NDArray[np.bool_]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_packing.planning.lengths import FloatArray, IntArray, total_of
+from hf_packing.planning.lengths import IntArray, total_of
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.report.work import Setup, Work
 from hf_packing.strategies.compare import ComparedStrategy
@@ -67,8 +67,6 @@ class ReportRow:
     """Work of an epoch that runs packs in the order of the plan."""
     leveled: Work
     """Work of an epoch in which packs of similar cost run at the same time on all ranks, as with TokenBudget."""
-    fill: FloatArray
-    """float64 [at most 200]: the filled share of packs, from the emptiest pack to the fullest."""
 
     @property
     def name(self) -> str:
@@ -132,7 +130,7 @@ class Figures:
         return next(row for row in self.rows if row.name == self.recommendation.strategy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the numbers and texts of the report as a dict to write as JSON, without the data of the pictures."""
+        """Return the numbers and texts of the report as a dict to write as JSON, without the data of the picture."""
         return {
             "source": self.source,
             "lengths": {name: value for name, value in vars(self.lengths).items() if name != "counts"},

@@ -1,4 +1,4 @@
-"""Show a report: as text, as HTML for notebooks, and as a page with pictures that loads nothing from elsewhere."""
+"""Show a report: as text, as HTML for notebooks, and as a page with a picture that loads nothing from elsewhere."""
 
 import os
 from itertools import zip_longest
@@ -11,7 +11,7 @@ import hf_packing
 from hf_packing.errors import PackingError
 from hf_packing.files import writing_to
 from hf_packing.report.figures import Figures
-from hf_packing.report.plots import PICTURES, load_matplotlib, picture, shown_rows
+from hf_packing.report.plots import load_matplotlib, picture
 from hf_packing.rows.changes import describe_counts
 from hf_packing.strategies.compare import aligned, cells_of
 
@@ -129,7 +129,7 @@ def check_page(path: Path, name: str) -> None:
 
 
 def save_page(report: Figures, path: Path, name: str) -> None:
-    """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page.
+    """Write a report as an HTML page, which has its picture.
 
     Args:
         report: the report.
@@ -141,19 +141,7 @@ def save_page(report: Figures, path: Path, name: str) -> None:
         MissingDependencyError: matplotlib is not installed.
     """
     check_page(path, name)
-    pictures = {each: picture(report, each) for each in PICTURES}
-    shown = shown_rows(report)
-    not_shown = [row.name for row in report.rows if row not in shown]
-    page = fill_template(
-        "page.html",
-        report,
-        svgs={each: svg for each, (svg, _) in pictures.items()},
-        not_shown=not_shown,
-        version=hf_packing.__version__,
-    )
-    folder = path.with_name(f"{path.stem}-pictures")
+    page = fill_template("page.html", report, svg=picture(report), version=hf_packing.__version__)
     with writing_to(name, path):
-        folder.mkdir(parents=True, exist_ok=True)
-        for each, (_, png) in pictures.items():
-            (folder / f"{each}.png").write_bytes(png)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8", errors="backslashreplace")

@@ -52,7 +52,7 @@ class PackingReport(Figures):
         return fill_template("notebook.html", self)
 
     def save(self, path: str | Path) -> None:
-        """Write an HTML page with pictures, and write the pictures as PNG files into a folder beside the page.
+        """Write an HTML page with a picture.
 
         Args:
             path: path of the .html or .htm file.

@@ -12,9 +12,6 @@ from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.sampling.fill import group_by_cost, mean_over_max
 
-_POINTS = 200
-"""Number of points on the curve of how full packs are."""
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -63,8 +60,8 @@ def padded_work(lengths: IntArray, max_length: int, setup: Setup) -> Work:
     return _work_of(len(kept), total_of(kept), slots, slots * longest, setup)
 
 
-def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray]:
-    """Return the fields of ReportRow that a plan gives: work, leveled and fill.
+def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work]:
+    """Return the fields of ReportRow that a plan gives: work and leveled.
 
     Every pack is a micro-batch, and unused capacity costs nothing.
     """
@@ -76,11 +73,7 @@ def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray
     whole = plan.num_packs // setup.ranks * setup.ranks
     cost = setup.linear_cost * tokens + attention
     order = np.append(group_by_cost(cost[:whole], setup.ranks, seed=0), np.arange(whole, plan.num_packs))
-    leveled = _work_of(documents, total, tokens[order], attention[order], setup)
-    fill = tokens / plan.pack_capacity
-    if len(fill):
-        fill = np.quantile(fill, np.linspace(0, 1, _POINTS), method="lower")
-    return work, leveled, fill
+    return work, _work_of(documents, total, tokens[order], attention[order], setup)
 
 
 def _work_of(documents: int, tokens: int, slots: IntArray, attention: IntArray, setup: Setup) -> Work:

@@ -6,9 +6,7 @@ name, and renamed when it is complete. What a killed process leaves is removed b
 
 import json
 import os
-import shutil
-import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from numpy.lib.format import open_memmap
 
 import hf_packing
 from hf_packing.errors import PackingError
-from hf_packing.files import UNFINISHED, writing_to
+from hf_packing.files import remove_unfinished, writing_to
 from hf_packing.planning.lengths import Int32Array
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.upstream.datasets import content_of
@@ -29,9 +27,6 @@ ROWS = "rows.arrow"
 PLAN = "plan"
 _FACTS = "packing.json"
 _FIRST_LABELS = "first_labels.npy"
-
-UNTOUCHED_FOR = 3600.0
-"""An unfinished folder is removed after this many seconds without a write."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +101,3 @@ def writing_cache(place: Path) -> AbstractContextManager[None]:
     """Return a context manager: an error in writing to the cache is a PackingError that says how to choose a place."""
     elsewhere = "; datasets.disable_caching() writes to a temporary folder instead, which TMPDIR chooses"
     return writing_to("dataset", place, elsewhere)
-
-
-def remove_unfinished(home: Path, untouched_for: float = UNTOUCHED_FOR) -> None:
-    """Remove the unfinished folders in a folder to which nobody has written for so many seconds."""
-    for work in home.glob(f"{UNFINISHED}{'[0-9a-f]' * 32}*"):  # as `new_folder` names them
-        with suppress(OSError):  # another process has removed it
-            if time.time() - max(each.stat().st_mtime for each in (work, *work.rglob("*"))) > untouched_for:
-                shutil.rmtree(work, ignore_errors=True)

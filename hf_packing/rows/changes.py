@@ -1,16 +1,16 @@
 """What packing did to documents: what it dropped, cut, skipped or left out, as counts and as texts for warnings."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, LOSS_WEIGHTS, loss_masks_in
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, loss_masks_in
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import BoolArray, Pieces, offsets_of, total_of
+from hf_packing.planning.lengths import Pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import read_labels
 from hf_packing.rows.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, token_columns_of
@@ -21,12 +21,11 @@ class LabelCounts(NamedTuple):
 
     left: int
     documents: int
-    weighted: int = 0
-    """The number of labels that are left and have a weight other than 1."""
+    weighted: bool = False
+    """Whether the labels have weights."""
 
     def __str__(self) -> str:
-        weighted = f", {self.weighted:,} with a weight other than 1" if self.weighted else ""
-        return f"{self.left:,} of {self.documents:,} labels are left{weighted}"
+        return f"{self.left:,} of {self.documents:,} labels are left{', with weights' * self.weighted}"
 
     def check_some_left(self, name: str, value: object) -> None:
         """Raise PackingError if documents have labels, but none of them are left.
@@ -57,7 +56,8 @@ def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> L
     if is_whole or columns.keys().isdisjoint(LABEL_COLUMNS):
         return None
     documents = Pieces.whole(plan.document_length)
-    return LabelCounts(*(count_labels(columns, pieces, keep_first) for pieces in (plan.segments, documents)))
+    left = count_labels(columns, plan.segments, keep_first)
+    return LabelCounts(left, count_labels(columns, documents, keep_first))
 
 
 def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False) -> int:
@@ -71,36 +71,16 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
     """
     if columns.keys().isdisjoint(LABEL_COLUMNS):
         return total_of(pieces.length) - (0 if keep_first else int(np.count_nonzero(pieces.length)))
-    return sum(int(np.count_nonzero(trained)) for _, trained in _trained(columns, pieces, keep_first))
-
-
-def count_weighted(columns: TokenColumns, pieces: Pieces, keep_first: bool = False) -> int:
-    """Count the tokens of pieces of documents that are trained on with a weight other than 1; see `count_labels`.
-
-    Raises:
-        PackingError: a weight is no finite number.
-    """
     found = 0
-    for block, trained in _trained(columns, pieces, keep_first) if LOSS_WEIGHTS in columns else ():
-        weights = columns[LOSS_WEIGHTS].gather(block)
-        if not (is_finite := np.isfinite(weights)).all():
-            place = int(is_finite.argmin())
-            row = np.repeat(block.document, block.length)[place]
-            raise PackingError(f"column {LOSS_WEIGHTS!r}: expected finite numbers, got {weights[place]} in row {row}")
-        found += int(np.count_nonzero(trained & (weights != 1)))
-    return found
-
-
-def _trained(columns: TokenColumns, pieces: Pieces, keep_first: bool) -> Iterator[tuple[Pieces, BoolArray]]:
-    """Yield some pieces at a time, and which of their tokens are trained on; see `count_labels`."""
     for first, end in blocks_of_rows(pieces.length, TOKENS_AT_ONCE):
         block = pieces.take(np.arange(first, end))
-        tokens = total_of(block.length)
-        labels = read_labels(columns, block, np.zeros(tokens, dtype=np.int32))
-        trained = np.ones(tokens, dtype=bool) if labels is None else labels != IGNORED_LABEL
+        labels = read_labels(columns, block, np.zeros(total_of(block.length), dtype=np.int32))
+        assert labels is not None  # since there are columns of labels
+        trained = labels != IGNORED_LABEL
         if not keep_first:
             trained[offsets_of(block.length)[:-1][block.length > 0]] = False
-        yield block, trained
+        found += int(np.count_nonzero(trained))
+    return found
 
 
 def count_trained(documents: datasets.Dataset) -> int | None:
@@ -123,15 +103,12 @@ def describe_counts(trained: int | None, tokens: int, skipped: Sequence[str] = (
     return said + [f"rows left out: {len(skipped):,}; the first one: {each}" for each in skipped[:1]]
 
 
-def changes_of(
-    columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, int], strategy: str, keep_first: bool
-) -> dict[str, Any]:
+def changes_of(columns: TokenColumns, plan: PackingPlan, strategy: str, keep_first: bool) -> dict[str, Any]:
     """Return what a plan does to documents, as a dict that can be saved as JSON; see `describe_changes`.
 
     Args:
         columns: the token columns of the documents.
         plan: the plan.
-        splits: by the name of a column, how many shared prefixes ended early because values in this column differ.
         strategy: the argument that decides what is dropped.
         keep_first: whether the first token of a segment keeps its label.
     """
@@ -143,7 +120,6 @@ def changes_of(
         "tokens": total_of(plan.document_length),
         "empty_documents": total_of(plan.document_length == 0),
         "labels_left": labels_left(columns, plan, keep_first),
-        "splits": dict(splits),
         "strategy": strategy,
     }
 
@@ -181,11 +157,6 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
         )
     if empty := facts.get("empty_documents"):
         said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
-    splits = facts.get("splits", {})
-    if places := sum(splits.values()):
-        said.append(
-            f"shares fewer tokens at {places:,} places{of}, where tokens agree but {' or '.join(splits)} differ"
-        )
     if left_out:
         said.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
     return said

@@ -12,7 +12,7 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import changes_of, describe_changes, warn_of_changes
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import VALUES_OF_TOKENS, find_token_columns, with_typed_empty_lists
+from hf_packing.rows.token_columns import VALUES_OF_TOKENS, as_array, find_token_columns, with_typed_empty_lists
 from hf_packing.strategies.base import Strategy
 
 
@@ -36,9 +36,9 @@ def pack_batch(batch: Any, strategy: Strategy, keep_first_labels: bool) -> Any:
     packing = Packing(strategy, keep_first_labels=keep_first_labels)
     packing.check_names(table.column_names)
     columns = find_token_columns(table)
-    plan, splits = packing.plan(columns)
+    plan = packing.plan(columns)
     packed = packing.rows(columns, plan, np.arange(plan.num_packs)).table
-    facts = changes_of(columns, plan, splits, "overflow", keep_first_labels)
+    facts = changes_of(columns, plan, "overflow", keep_first_labels)
     warn_of_changes(describe_changes(facts | {"empty_documents": 0}, of=" of a batch"), "packing", stacklevel=2)
     return packed if isinstance(batch, LazyBatch) or not isinstance(batch, Mapping) else packed.to_pydict()
 
@@ -57,13 +57,4 @@ def _as_table(batch: Any) -> pa.Table:
             "batch: expected several rows, got a single row; call map with batched=True, as in "
             "map(strategy, batched=True, batch_size=10_000, remove_columns=dataset.column_names)"
         )
-    return pa.table({name: _as_array(name, batch[name]) for name in batch})
-
-
-def _as_array(name: str, values: Any) -> pa.Array:
-    try:
-        return pa.array([row.tolist() if hasattr(row, "tolist") else row for row in values])
-    except (pa.ArrowException, TypeError, OverflowError) as error:
-        if expected := VALUES_OF_TOKENS.get(name):
-            raise PackingError(f"column {name!r}: expected lists of {expected}, got the error: {error}") from error
-        return pa.nulls(len(values))
+    return pa.table({name: as_array(name, batch[name], VALUES_OF_TOKENS) for name in batch})

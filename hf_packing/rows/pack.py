@@ -1,7 +1,6 @@
 """`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -155,11 +154,9 @@ def _pack_split(
     fingerprint = fingerprint_of(dataset, packing, table.column_names, lazy)
     folder = folder_for(dataset, fingerprint)
     stored = _open(folder, lazy) if load_from_cache_file else None
-    if lazy or stored is None:
-        columns = find_token_columns(table, row_numbers(dataset))
     if stored is None:
         try:
-            stored = _store(packing, columns, folder, lazy)
+            stored = _store(packing, find_token_columns(table, row_numbers(dataset)), folder, lazy)
         except PackingError:
             # another process may have packed the same meanwhile, and Windows replaces no folder with an open file
             stored = _open(folder, lazy) if load_from_cache_file else None
@@ -169,7 +166,7 @@ def _pack_split(
     _warn(origin, table, stacklevel=4)
     info = _info_of_packed(dataset, origin.plan, packing)
     if rows is None:
-        return DocumentRows(dataset, packing, folder / PLAN, columns).as_dataset(info, fingerprint)
+        return DocumentRows(dataset, packing, folder / PLAN).as_dataset(info, fingerprint)
     packed = _packed_dataset(rows, dataset, table.column_names, info, fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
@@ -223,8 +220,8 @@ def _write(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool = F
     Raises:
         PackingError: no label would be left.
     """
-    plan, splits = packing.plan(columns)
-    facts = changes_of(columns, plan, splits, repr(packing.strategy), packing.keep_first_labels)
+    plan = packing.plan(columns)
+    facts = changes_of(columns, plan, repr(packing.strategy), packing.keep_first_labels)
     if facts["labels_left"]:
         facts["labels_left"].check_some_left("strategy", packing.strategy)
     first_labels = None
@@ -241,7 +238,7 @@ def _write(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool = F
 def _write_rows(
     packing: Packing, columns: TokenColumns, plan: PackingPlan, schema: pa.Schema, path: Path
 ) -> tuple[int, Int32Array | None]:
-    """Build the rows of a plan block by block, and write them. A thread writes a block while the next one is built.
+    """Build the rows of a plan block by block, and write them.
 
     Returns:
         The number of tokens that are trained on, and the labels that are not in the rows; see `Rows`.
@@ -253,19 +250,13 @@ def _write_rows(
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, schema) as stream,
         tqdm(total=plan.num_packs, desc=f"Packing {what}", unit=" packs") as progress,
-        ThreadPoolExecutor(max_workers=1) as writer,
     ):
-        written: Future[None] | None = None
         for rows in packing.blocks(columns, plan, TOKENS_AT_ONCE):
             if rows.first_labels is not None:
                 first_labels.append(rows.first_labels)
             trained_tokens += rows.trained_tokens
-            if written:
-                written.result()
-            written = writer.submit(stream.write_table, rows.table)
+            stream.write_table(rows.table)
             progress.update(rows.table.num_rows)
-        if written:
-            written.result()
     return trained_tokens, np.concatenate(first_labels) if first_labels else None
 
 

@@ -16,7 +16,16 @@ from hf_packing.columns import (
     loss_masks_in,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Array, Int32Array, IntArray, Pieces, indices_in_groups, offsets_of, sums_of
+from hf_packing.planning.lengths import (
+    Array,
+    Int32Array,
+    IntArray,
+    Pieces,
+    indices_in_groups,
+    indices_in_ranges,
+    offsets_of,
+    sums_of,
+)
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.token_columns import TokenColumns
 
@@ -63,11 +72,8 @@ def pack_rows(
         labels[begin] = IGNORED_LABEL
     of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
     if position_ids:
-        of_tokens[POSITION_IDS] = positions_of(length)
-    arrays = {
-        name: list_array(values, row_tokens, columns.get(name, columns[INPUT_IDS]).large)
-        for name, values in of_tokens.items()
-    }
+        of_tokens[POSITION_IDS] = indices_in_ranges(0, length).astype(np.int32)
+    arrays = {name: list_array(values, row_tokens) for name, values in of_tokens.items()}
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
     return Rows(pa.table(arrays), first_labels, int(np.count_nonzero(labels != IGNORED_LABEL)))
 
@@ -105,26 +111,15 @@ def as_int32(name: str, values: Array) -> Int32Array:
     return values.astype(np.int32)
 
 
-def positions_of(length: IntArray) -> Int32Array:
-    """Return the position of every token in the token's segment, int32 [tokens], given the segment lengths.
-
-    Every segment gets the beginning of one range from 0. Joining these slices is faster than subtracting the start of
-    each token's segment from the token's index.
-    """
-    ramp = np.arange(length.max(initial=0), dtype=np.int32)
-    return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
-
-
-def list_array(values: Array, lengths: IntArray, large: bool = False) -> pa.Array:
-    """Return an Arrow list array with one list per row: a LargeListArray if needed or requested, else a ListArray.
+def list_array(values: Array, lengths: IntArray) -> pa.Array:
+    """Return an Arrow list array with one list per row: a LargeListArray if needed, else a ListArray.
 
     Args:
         values: numbers [sum(lengths)]: the values of all rows, concatenated.
         lengths: integers [rows]: the number of values in each row.
-        large: True to make a LargeListArray even if 32-bit offsets would do.
     """
     offsets = offsets_of(lengths)
     flat = pa.array(values)
-    if large or offsets[-1] > _MAX_LIST_VALUES:
+    if offsets[-1] > _MAX_LIST_VALUES:
         return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)

@@ -63,15 +63,11 @@ class Packing:
             "column of the documents",
         )
 
-    def plan(self, columns: TokenColumns) -> tuple[PackingPlan, dict[str, int]]:
-        """Plan documents, given their token columns.
-
-        Returns:
-            The plan, and by the name of a column, how many shared prefixes ended early because values in it differ.
-        """
+    def plan(self, columns: TokenColumns) -> PackingPlan:
+        """Plan documents, given their token columns."""
         if self.fewest_shared is not None:
             return plan_trees(columns, self.strategy, self.fewest_shared)
-        return self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length)), {}
+        return self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
 
     def rows(self, columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
         """Build one row for each of some packs of a plan.
@@ -98,5 +94,4 @@ class Packing:
     def schema(self, documents: pa.Schema) -> pa.Schema:
         """Return names and types of the columns of rows, given those of the documents."""
         columns = find_token_columns(documents.empty_table())
-        plan, _ = self.plan(columns)
-        return self.rows(columns, plan, np.arange(0)).table.schema
+        return self.rows(columns, self.plan(columns), np.arange(0)).table.schema

@@ -4,7 +4,7 @@ A token column is a column with one number for each token of a document, such as
 columns are packed, except `attention_mask` and those that the dataset's format hides.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -37,7 +37,7 @@ VALUES_OF_TOKENS = {
 }
 """Columns that must have a number for each token, with a description of these numbers."""
 _UNREADABLE = -1
-"""What stands for the length of a row that is null, or has a value that is."""
+"""What stands for the length of a row that is null, or has a value that is, or a weight that is not finite."""
 
 RowNumbers = IntArray | slice
 ALL_ROWS = slice(None)
@@ -57,14 +57,12 @@ class TokenColumn:
 
     Attributes:
         length: int64 [rows]: the number of values in each row.
-        large: whether the lists have 64-bit offsets.
 
     Raises:
         PackingError: a list or a value is null.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: RowNumbers = ALL_ROWS) -> None:
-        self.large = pa.types.is_large_list(column.type)
         chunks = [_read_chunk(name, chunk) for chunk in column.chunks or [pa.array([], column.type)]]
         self._values, begins, lengths = zip(*chunks, strict=True)
         self._begin, self.length = np.concatenate(begins), np.concatenate(lengths)
@@ -73,7 +71,7 @@ class TokenColumn:
         if (unreadable := np.flatnonzero(self.length == _UNREADABLE)).size:
             raise PackingError(
                 f"column {name!r}: expected a list with a number for every token in every row, but row {unreadable[0]} "
-                "is null or has a null"
+                "is null or has a null, or a weight that is not finite"
             )
 
     def gather(self, pieces: Pieces) -> Array:
@@ -95,37 +93,19 @@ class TokenColumn:
 
 
 class RepeatedColumn(TokenColumn):
-    """The column `loss_weight`, with one number for each row, read as if every token of the row had it.
+    """A column with one number for each row, such as `loss_weight`, read as if every token of the row had it.
 
     Args:
-        table: a table with this column.
-        row_numbers: as for TokenColumn.
+        of_rows: numbers [rows]: the number of each row.
         length: int64 [rows]: the number of tokens in each row.
-
-    Raises:
-        PackingError: a row has no number, or there are numbers for each token, too.
     """
 
-    def __init__(self, table: pa.Table, row_numbers: RowNumbers, length: IntArray) -> None:
-        column = table.column(LOSS_WEIGHT)
-        if LOSS_WEIGHTS in table.column_names or not is_number(column.type):
-            raise PackingError(
-                f"column {LOSS_WEIGHT!r}: expected a number for each document, and no column {LOSS_WEIGHTS!r} beside "
-                f"it, got {column.type}; multiply the weights, or remove one of the columns"
-            )
-        missing = column.is_null().to_numpy()[row_numbers]
-        if missing.any():
-            raise PackingError(
-                f"column {LOSS_WEIGHT!r}: expected a number in every row, but row {missing.argmax()} is null"
-            )
-        self.large, self.length = False, length
-        self._of_rows = column.to_numpy()[row_numbers]
-
-    def gather(self, pieces: Pieces) -> Array:
-        return np.repeat(self._of_rows[pieces.document], pieces.length)
+    def __init__(self, of_rows: Array, length: IntArray) -> None:
+        self.length, self._values = length, (of_rows,)
 
     def _slices(self, pieces: Pieces) -> list[Array]:
-        return np.split(self.gather(pieces), offsets_of(pieces.length)[1:-1])
+        repeated = np.repeat(self._values[0][pieces.document], pieces.length)
+        return np.split(repeated, offsets_of(pieces.length)[1:-1])
 
 
 def column_of_values(name: str, values: Array, lengths: IntArray) -> TokenColumn:
@@ -157,24 +137,42 @@ def find_token_columns(table: pa.Table, row_numbers: RowNumbers = ALL_ROWS) -> T
         PackingError: the table has no input_ids or is packed already; attention_mask has other values than 1; a row has
             lists of different lengths; or labels or a mask do not have one number for each token.
     """
-    names = table.column_names
-    check_are_documents(names)
-    _check_types(table, names)
-    others = [field.name for field in table.schema if is_token_type(field.type) and field.name != INPUT_IDS]
-    columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in (INPUT_IDS, *others)}
+    check_are_documents(table.column_names)
+    mask = [ATTENTION_MASK] if ATTENTION_MASK in table.column_names else []
+    columns = columns_in(table, [*token_names(table.schema), *mask], row_numbers)
     check_same_lengths(columns)
-    if LOSS_WEIGHT in names:
-        columns[LOSS_WEIGHTS] = RepeatedColumn(table, row_numbers, columns[INPUT_IDS].length)
-    if (mask := columns.pop(ATTENTION_MASK, None)) is not None:
-        check_no_padding(mask)
+    if mask:
+        check_no_padding(columns.pop(ATTENTION_MASK))
     return columns
 
 
-def _check_types(table: pa.Table, names: Collection[str]) -> None:
-    """Raise PackingError if a column that must have a number for each token has something else."""
+def token_names(schema: pa.Schema) -> list[str]:
+    """Return the names of the columns of documents from which token columns are read, without attention_mask."""
+    known = (*VALUES_OF_TOKENS, LOSS_WEIGHT)
+    found = [field.name for field in schema if is_token_type(field.type) or field.name in known]
+    return [INPUT_IDS, *(name for name in found if name not in (INPUT_IDS, ATTENTION_MASK))]
+
+
+def columns_in(table: pa.Table, names: Collection[str], row_numbers: RowNumbers) -> TokenColumns:
+    """Return some columns of a table, which must have lists of numbers; LOSS_WEIGHTS for LOSS_WEIGHT."""
     for name, values in VALUES_OF_TOKENS.items():
         if name in names and not is_token_type(kind := table.schema.field(name).type):
             raise PackingError(f"column {name!r}: expected lists of {values}, one for each token, got {kind}")
+    columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in names if name != LOSS_WEIGHT}
+    if LOSS_WEIGHT in names:
+        of_rows = table.column(LOSS_WEIGHT)
+        if LOSS_WEIGHTS in names or not is_number(of_rows.type):
+            raise PackingError(
+                f"column {LOSS_WEIGHT!r}: expected a number for each document, and no column {LOSS_WEIGHTS!r} beside "
+                f"it, got {of_rows.type}; multiply the weights, or remove one of the columns"
+            )
+        weights = of_rows.to_numpy()[row_numbers]
+        is_finite = np.isfinite(weights.astype(np.float64))  # a null is None, or not a number
+        if not is_finite.all():
+            row = int(is_finite.argmin())
+            raise PackingError(f"column {LOSS_WEIGHT!r}: expected a finite number, got {weights[row]} in row {row}")
+        columns[LOSS_WEIGHTS] = RepeatedColumn(weights, columns[INPUT_IDS].length)
+    return columns
 
 
 def documents_in(dataset: Any) -> pa.Table:
@@ -190,22 +188,12 @@ def token_columns_of(dataset: Any) -> TokenColumns:
 
 def columns_of(dataset: Any, names: Collection[str]) -> TokenColumns:
     """Return some columns of a Dataset, which must have lists of numbers; LOSS_WEIGHTS for LOSS_WEIGHT."""
-    table, numbers = dataset.data.table, row_numbers(dataset)
-    _check_types(table, names)
-    columns = {name: TokenColumn(name, table.column(name), numbers) for name in names if name != LOSS_WEIGHT}
-    if LOSS_WEIGHT in names:
-        columns[LOSS_WEIGHTS] = RepeatedColumn(table, numbers, columns[INPUT_IDS].length)
-    return columns
+    return columns_in(dataset.data.table, names, row_numbers(dataset))
 
 
 def read_rows(columns: TokenColumns, rows: IntArray) -> list[dict[str, Array]]:
     """Return the values of some rows in each column, as arrays that share the memory of the Arrow columns."""
     return rows_of({name: column.read(rows) for name, column in columns.items()})
-
-
-def stored_names(columns: TokenColumns, names: Collection[str]) -> list[str]:
-    """Return the names of the stored columns, among `names`, that token columns are read from."""
-    return [name if name in names else LOSS_WEIGHT for name in columns]
 
 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
@@ -225,11 +213,24 @@ def with_typed_empty_lists(table: pa.Table) -> pa.Table:
     return table.cast(pa.schema(types | dict.fromkeys(untyped, pa.list_(pa.int32()))))
 
 
+def as_array(name: str, values: Sequence[Any], needed: Collection[str]) -> pa.Array:
+    """Return the values of a column, such as lists or tensors, as an Arrow array; nulls if Arrow cannot convert them.
+
+    Raises:
+        PackingError: Arrow cannot convert the values of a needed column.
+    """
+    try:  # without a type, since pyarrow would cut fractions off in silence
+        return pa.array([row.tolist() if hasattr(row, "tolist") else row for row in values])
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        if name in needed:
+            raise PackingError(f"column {name!r}: expected lists of numbers, got the error: {error}") from error
+        return pa.nulls(len(values))
+
+
 def columns_left_out(schema: pa.Schema) -> list[str]:
     """Return names and types of the columns that do not have lists of numbers."""
-    packed = (INPUT_IDS, LOSS_WEIGHT)
-    others = [field for field in schema if field.name not in packed and not is_token_type(field.type)]
-    return [f"{field.name!r} ({field.type})" for field in others]
+    packed = (*token_names(schema), ATTENTION_MASK)
+    return [f"{field.name!r} ({field.type})" for field in schema if field.name not in packed]
 
 
 _FEW_VALUES = 16
@@ -380,4 +381,6 @@ def _read_chunk(name: str, chunk: pa.Array) -> tuple[Array, IntArray, IntArray]:
         if values.null_count or sizes.null_count or pc.any(pc.not_equal(sizes, 2)).as_py():
             raise PackingError(f"column {name!r}: expected pairs of integers in lists of lists, got other lists")
     numbers = values.to_numpy(zero_copy_only=False)
+    if name == LOSS_WEIGHTS:
+        length[np.diff(offsets_of(~np.isfinite(numbers))[offsets]) > 0] = _UNREADABLE
     return numbers if is_token_type(chunk.type) else numbers.reshape(-1, 2), offsets[:-1], length

@@ -122,14 +122,13 @@ def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
                 f"column {stored!r}: expected lists of numbers, one for each token, got {kind}; remove the column "
                 "before unpacking"
             )
-        read = TokenColumn(stored, rows.column(stored))
-        values = read.gather(where)
+        values = TokenColumn(stored, rows.column(stored)).gather(where)
         name = {TREE_INPUT_IDS: INPUT_IDS, TREE_LABELS: LABELS}.get(stored, stored)
         if stored == TREE_LABELS:
             values[~_are_trained(rows.column(TRAINED), plan, order, begin)] = IGNORED_LABEL
         if name == LABELS and origin.first_labels is not None:
             values[begin] = origin.first_labels[order]
-        arrays[name] = list_array(values, document_tokens, read.large)
+        arrays[name] = list_array(values, document_tokens)
     return pa.table(arrays)
 
 

@@ -38,7 +38,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.changes import LabelCounts, count_labels, count_weighted
+from hf_packing.rows.changes import LabelCounts, count_labels
 from hf_packing.rows.lazy import DocumentRows, lazy_rows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
@@ -273,7 +273,7 @@ class TreesOfDocuments(DocumentRows):
         columns = {name: column for name, column in token_columns_of(dataset).items() if name in names}
         lengths = check_lengths(columns[INPUT_IDS].length)
         pieces = cut_to_pieces(lengths, max_length or max_tokens, overflow)
-        forest, _ = find_trees(columns, pieces, fewest_shared, max_tokens)
+        forest = find_trees(columns, pieces, fewest_shared, max_tokens)
         segments = pieces.take(forest.order)
         plan = PackingPlan(
             document_length=lengths,
@@ -284,7 +284,7 @@ class TreesOfDocuments(DocumentRows):
             pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
             segment_shared=forest.shared,
         )
-        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, columns)
+        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, names)
 
     @property
     def sizes(self) -> RowSizes:
@@ -338,7 +338,7 @@ def kept_labels(
     if isinstance(dataset, TreesOfDocuments):
         columns, plan = dataset.columns, dataset.plan
         documents, left = Pieces.whole(plan.document_length), plan.segments
-        return LabelCounts(count_labels(columns, left), count_labels(columns, documents), count_weighted(columns, left))
+        return LabelCounts(count_labels(columns, left), count_labels(columns, documents), LOSS_WEIGHTS in columns)
     in_table = shows_table(dataset)
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
@@ -353,8 +353,8 @@ def kept_labels(
     elif rows.lost_tokens:
         left = whole.take(np.flatnonzero(np.isin(whole.document, rows.kept)))
     else:
-        return LabelCounts(found, found, count_weighted(columns, whole, keep_first))
-    return LabelCounts(count_labels(columns, left, keep_first), found, count_weighted(columns, left, keep_first))
+        return LabelCounts(found, found, LOSS_WEIGHTS in columns)
+    return LabelCounts(count_labels(columns, left, keep_first), found, LOSS_WEIGHTS in columns)
 
 
 def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> TokenColumns:

@@ -303,7 +303,7 @@ def read_lengths(lengths: Any) -> IntArray:
         chunks = (chunk for table in tables for chunk in table[INPUT_IDS].chunks)
         found = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
         lengths = np.concatenate([np.zeros(0, dtype=np.int32), *found])
-    elif type(lengths).__module__.partition(".")[0] == "datasets":
+    elif isinstance(lengths, Sequence):
         lengths = lengths[:]
     return check_lengths(lengths)
 

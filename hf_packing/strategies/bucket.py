@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_packing.checks import check_real, expect, set_fields
 from hf_packing.planning.best_fit import Remaining
-from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces, offsets_of
+from hf_packing.planning.lengths import IntArray, LengthCounts, offsets_of
 from hf_packing.planning.patterns import Cuts, Patterns, Run, patterns_from_runs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import PatternTable
@@ -125,8 +125,6 @@ def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thres
         Patterns, which describe the packs; and Cuts, which describe the pieces of the documents.
     """
     largest = capacities[-1]
-    long = counts.length > largest
-    check_num_pieces(float(counts.documents[long].astype(float) @ (counts.length[long] // largest)), largest)
     runs: list[Run] = []
     num_packs = 0
     capacity_of_pattern: list[int] = []

@@ -88,8 +88,6 @@ class Relaxation:
     """int32 [slots, columns]: number of slots of each length in each column."""
     packs: FloatArray
     """float64 [columns]: number of packs of each column."""
-    objective: float
-    """The total number of packs."""
     rounds: int
     finished: bool
     """True if the solution is optimal or close to optimal; False if the time ran out."""
@@ -119,7 +117,7 @@ def generate_columns(problem: Problem, start: IntArray, deadline: float) -> tupl
         packs, value, objective = solved
         rounds += 1
         packs, objective = packs / scale, objective / scale
-        solution = Relaxation(columns, packs, objective, rounds, finished=True)
+        solution = Relaxation(columns, packs, rounds, finished=True)
         gap = _CLOSE_ENOUGH * objective if problem.grouped else 0
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from hf_packing.checks import check_type
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
@@ -110,8 +111,7 @@ def compare_plans(
     Raises:
         PackingError: `strategies` is no list, is empty, or has an element that is not a strategy.
     """
-    if not isinstance(strategies, Iterable) or isinstance(strategies, str):
-        raise PackingError(f"strategies: expected a list of strategies such as [BestFit(2048)], got {strategies!r}")
+    check_type("strategies", strategies, Iterable, "a list of strategies such as [BestFit(2048)]")
     chosen = [check_strategy(strategy) for strategy in strategies]
     if not chosen:
         raise PackingError("strategies: expected at least one strategy, got none")

@@ -11,6 +11,7 @@ optimal over all columns.
 """
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,11 +71,11 @@ class NonNegativeLeastSquares(OneCapacity):
         check_whole_number("max_documents", self.max_documents)
 
     def solve(self, counts: IntArray) -> Solution:
-        load_scipy_optimize("NonNegativeLeastSquares")  # an error before the search, which may take long
+        nnls = load_scipy_optimize("NonNegativeLeastSquares").nnls  # an error before the search, which may take long
         lengths = np.flatnonzero(counts)
         ways = _full_packs(lengths, self.max_length, self.max_documents)
         weight = np.append(0, np.where(lengths > _SHORT, 1, _WEIGHT_OF_SHORT))
-        columns, packs = _least_squares(np.append(0, counts[lengths]), weight, ways)
+        columns, packs = _least_squares(np.append(0, counts[lengths]), weight, ways, nnls)
         number = np.rint(packs).astype(np.int64)
         # the rest goes best-fit into free room or new packs; in the paper, each such document gets a pack of its own
         return Solution(fill_columns(number, columns[1:], lengths, counts, self.max_length, self.max_documents))
@@ -83,19 +84,19 @@ class NonNegativeLeastSquares(OneCapacity):
         """All arguments suit trees: max_documents limits the search, and then counts trees."""
 
 
-def _least_squares(demand: IntArray, weight: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]:
+def _least_squares(demand: IntArray, weight: IntArray, ways: IntArray, nnls: Any) -> tuple[IntArray, IntArray]:
     """Solve the least-squares problem, and return the columns that the solution uses.
 
     Args:
         demand: int64 [lengths + 1]: 0, and the number of documents of each length.
         weight: float64 [lengths + 1]: 0, and the weight of each length.
         ways: int32 [ways, documents]: the ways to fill a pack, as `_full_packs` returns them.
+        nnls: the solver of scipy.
 
     Returns:
         int64 [lengths + 1, used]: 0, and the number of documents of each length, in each way that the solution uses;
         float64 [used]: number of packs to make of each, not yet rounded.
     """
-    nnls = load_scipy_optimize("NonNegativeLeastSquares").nnls
     at_once = max(_FEWEST_TRIED, int(_SHARE_TRIED * len(demand)))
     tolerance = _GAIN_TOLERANCE * max(demand.max(), 1)
     chosen = np.zeros(0, dtype=np.int64)

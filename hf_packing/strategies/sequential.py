@@ -14,7 +14,6 @@ from hf_packing.planning.lengths import (
     Overflow,
     Pieces,
     check_fitting,
-    check_num_pieces,
     cut_to_pieces,
     offsets_of,
     smallest_index_type,
@@ -76,9 +75,7 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
     for number, capacity in enumerate(capacities):
         documents = np.flatnonzero(bucket == number)
         offsets = offsets_of(lengths[documents])
-        tokens = int(offsets[-1])
-        check_num_pieces(len(documents) + tokens / capacity, capacity)
-        borders = np.sort(np.concatenate([offsets, np.arange(0, tokens, capacity)]), kind="stable")
+        borders = np.sort(np.concatenate([offsets, np.arange(0, offsets[-1], capacity)]), kind="stable")
         begin, length = borders[:-1], np.diff(borders)
         begin, length = begin[length > 0], length[length > 0]  # documents and packs often end at the same token
         nth = np.searchsorted(offsets, begin, side="right") - 1

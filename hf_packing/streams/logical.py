@@ -140,8 +140,7 @@ class PackedExamples(StatefulExamples):
                 yield Turn(stream, row, positions[stream])
             turn += 1
         counts = sum((Counter(window["counts"]) for _, window, _ in positions.values()), Counter())
-        splits = {"other columns": counts["splits"]}
-        facts = {**counts, "splits": splits, "strategy": repr(self.packing.strategy)}
+        facts = {**counts, "strategy": repr(self.packing.strategy)}
         warn_of_changes(describe_changes(facts, of=" of a stream"), "pack", stacklevel=2)
 
     def _sources(self) -> list[tuple[upstream.Examples, Share | None]]:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.checks import check_choice, check_real, check_seed, check_type
-from hf_packing.columns import SOURCE, SOURCE_EPOCH
+from hf_packing.columns import SOURCE, SOURCE_EPOCH, refuse_columns
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, IntArray, total_of
 from hf_packing.rows.changes import describe_changes, warn_of_changes
@@ -119,12 +119,12 @@ def _open_source(name: str, stream: Any) -> Source:
         stream = stream.to_iterable_dataset(num_shards=min(len(stream), _MOST_SHARDS))
     check_type(f"streams[{name!r}]", stream, datasets.IterableDataset, "an IterableDataset or a Dataset")
     source = open_source(f"streams[{name!r}]", stream)
-    for column in (SOURCE, SOURCE_EPOCH):
-        if column in source.schema.names:
-            raise PackingError(
-                f"streams[{name!r}]: expected no column {column!r} with a number for each token, since the mixture "
-                "makes a column of this name; rename the column"
-            )
+    refuse_columns(
+        (SOURCE, SOURCE_EPOCH),
+        source.schema.names,
+        f"no such column with a number for each token in streams[{name!r}], since the mixture makes a column of this "
+        "name; rename the column",
+    )
     return source
 
 

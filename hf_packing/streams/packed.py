@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import INPUT_IDS, LOSS_WEIGHT, LOSS_WEIGHTS
+from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, BoolArray, IntArray, check_lengths, sums_of, total_of
 from hf_packing.planning.permutation import derive_seed
@@ -115,7 +115,8 @@ class StreamPacking:
         tokens, documents = total_of(lengths_of(waiting)), waiting.num_rows
         new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
         try:
-            columns = find_token_columns(pa.concat_tables([waiting, new]))
+            table = pa.concat_tables([waiting, new])
+            columns = find_token_columns(table)
             lengths = check_lengths(columns[INPUT_IDS].length)
             planned = self.plan(columns, lengths, window["number"])
         except PackingError as error:
@@ -137,9 +138,8 @@ class StreamPacking:
             packed_tokens=total_of(made.segment_length),
             empty_documents=total_of(lengths[documents:] == 0),
             packs=made.num_packs,
-            splits=planned.splits,
         )
-        left, document = _waiting_documents(columns, plan, waits, self.schema)
+        left, document = _waiting_documents(table, columns, plan, waits)
         return columns, made, _start_of_window(left, age[document] + 1, reader.place, window["number"] + 1, counts)
 
     def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
@@ -148,8 +148,8 @@ class StreamPacking:
         if self.epoch is not None or self.stream is not None:
             strategy = strategy.with_seed_for(f"epoch {self.epoch}, logical stream {self.stream}")
         if self.packing.fewest_shared is not None:
-            plan, splits = replace(self.packing, strategy=strategy.with_seed_for(f"window {number}")).plan(columns)
-            return WindowPlan(plan, packs_with_room(plan), splits=sum(splits.values()))
+            plan = replace(self.packing, strategy=strategy.with_seed_for(f"window {number}")).plan(columns)
+            return WindowPlan(plan, packs_with_room(plan))
         return strategy.plan_window(lengths, number)
 
     def order(self, plan: PackingPlan, packs: IntArray, turns: int) -> IntArray:
@@ -186,8 +186,7 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
         age: int8 [waiting documents]: the number of windows for which each document has waited.
         place: where the window's new documents begin in the stream.
         number: the number of the window, from 0.
-        counts: what was read and packed before the window. `splits` says how many shared prefixes ended early, since
-            values of tokens other than input_ids differ; documents that wait for the next window may count again.
+        counts: what was read and packed before the window.
     """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, waiting.schema) as writer:
@@ -202,15 +201,15 @@ def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int
 
 
 def _waiting_documents(
-    columns: TokenColumns, plan: PackingPlan, packs: BoolArray, schema: pa.Schema
+    documents: pa.Table, columns: TokenColumns, plan: PackingPlan, packs: BoolArray
 ) -> tuple[pa.Table, Array]:
     """Return the segments of the packs that wait for the next window, as documents, in the order of the stream.
 
     Args:
-        columns: token columns of the window's documents.
+        documents: the window's documents.
+        columns: their token columns.
         plan: the plan of the window.
         packs: bool [packs]: True for packs that wait.
-        schema: names and types of the documents' columns.
 
     Returns:
         A table with a row for each segment, and the index of each segment's document in the window.
@@ -218,9 +217,9 @@ def _waiting_documents(
     waiting = plan.segments.take(np.flatnonzero(packs[plan.pack_of_segment()]))
     waiting = waiting.take(np.lexsort((waiting.start, waiting.document)))
     arrays = {
-        name: list_array(columns[name].gather(waiting), waiting.length) for name in schema.names if name != LOSS_WEIGHT
+        name: list_array(columns[name].gather(waiting), waiting.length)
+        if name in columns
+        else documents.column(name).take(waiting.document)  # one number for each document
+        for name in documents.column_names
     }
-    if LOSS_WEIGHT in schema.names:  # that of any token
-        first = replace(waiting, length=np.ones_like(waiting.length))
-        arrays[LOSS_WEIGHT] = pa.array(columns[LOSS_WEIGHTS].gather(first))
-    return pa.table(arrays).select(schema.names).cast(schema), waiting.document
+    return pa.table(arrays).cast(documents.schema), waiting.document

@@ -34,10 +34,11 @@ from hf_packing.planning.lengths import BoolArray, IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
+    as_array,
     columns_left_out,
     find_token_columns,
     is_token_type,
-    stored_names,
+    token_names,
 )
 from hf_packing.upstream import datasets as upstream
 
@@ -218,8 +219,9 @@ def open_source(name: str, stream: datasets.IterableDataset, unread: Sequence[st
         )
     schema = features.arrow_schema.remove_metadata()
     refuse_lost_borders(stream, schema.names)
-    columns = stored_names(find_token_columns(schema.empty_table()), schema.names)
-    read = pa.schema((each, _type_to_read(each, schema.field(each).type)) for each in columns if each not in unread)
+    find_token_columns(schema.empty_table())  # refuses what cannot be packed
+    names = [each for each in token_names(schema) if each not in unread]
+    read = pa.schema((each, _type_to_read(each, schema.field(each).type)) for each in names)
     return Source(examples, read, schema.names, columns_left_out(schema))
 
 
@@ -227,8 +229,7 @@ def _type_to_read(name: str, kind: pa.DataType) -> pa.DataType:
     """Return the type of a column: numbers, or lists of any length, with 32 bits for tokens and labels."""
     if name == LOSS_WEIGHT:
         return kind
-    value = pa.int32() if name in (INPUT_IDS, LABELS) else kind.value_type
-    return pa.large_list(value) if pa.types.is_large_list(kind) else pa.list_(value)
+    return pa.list_(pa.int32() if name in (INPUT_IDS, LABELS) else kind.value_type)
 
 
 Place = tuple[int, Any, int, int]
@@ -364,13 +365,6 @@ def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Ta
     names = dict.fromkeys((*schema.names, *LABEL_COLUMNS, ATTENTION_MASK))
     while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
         found = set().union(*block)
-        yield pa.table({name: _array(name, [row.get(name) for row in block]) for name in names if name in found})
-
-
-def _array(name: str, values: list[Any]) -> pa.Array:
-    """Return the values of a column: None, lists or arrays, or values of other kinds, such as tensors."""
-    known = [value if value is None or isinstance(value, (list, np.ndarray)) else np.asarray(value) for value in values]
-    try:
-        return pa.array(known)  # without a type, since pyarrow would cut fractions off in silence
-    except (pa.ArrowException, OverflowError) as error:
-        raise PackingError(f"column {name!r}: expected lists of numbers, got the error: {error}") from error
+        yield pa.table(
+            {name: as_array(name, [row.get(name) for row in block], names) for name in names if name in found}
+        )

@@ -14,7 +14,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, groupby, islice
+from glob import escape
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ import pyarrow as pa
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.files import file_system
-from hf_packing.text.render import Rendered, reason_of
+from hf_packing.text.render import reason_of
 from hf_packing.text.tokenize import TOKEN_COLUMNS, Placed, TextTokenizer, numbered, usable
-from hf_packing.upstream.datasets import name_of_file
 
 _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
@@ -39,8 +39,8 @@ _OPTIONS: dict[str, Any] = {
 }
 """Options for `datasets` by kind of files; in tables, text such as NA stays text."""
 _TRAIN = "train"
-_CHARACTERS_AT_ONCE = 2_000_000
-"""Approximate number of characters to tokenize in one call, enough to use all cores."""
+_DOCUMENTS_AT_ONCE = 512
+"""Documents to tokenize in one call, enough to use all cores, and few enough to fit in memory."""
 _SHOWN = 80
 """The number of characters of a value that a message shows."""
 
@@ -130,18 +130,10 @@ class Documents:
             raise PackingError(
                 f"tokenizer: expected one for documents with {', '.join(names) or 'no fields'}, got none"
             )
-        schema, total = TOKEN_COLUMNS.arrow_schema, 0
-
-        def block_of(document: Rendered) -> int:
-            """Return the number of the block in which a document is tokenized, with the documents before it."""
-            nonlocal total
-            total += len(document.text)
-            return total // _CHARACTERS_AT_ONCE
-
+        schema = TOKEN_COLUMNS.arrow_schema
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             documents = usable(chain(first, rows), tokenizer.render, self._leave_out)
-            for _, group in groupby(documents, block_of):
-                block = list(group)
+            while block := list(islice(documents, _DOCUMENTS_AT_ONCE)):
                 stream.write_table(pa.table(tokenizer.tokens(block, self.remarks), schema=schema))
                 seen(len(block))
         return datasets.Dataset.from_file(str(file))
@@ -176,7 +168,9 @@ class Documents:
             if self.kind is not None:
                 files = self.files
                 if os.path.exists(files[0]):  # names that exist are no patterns
-                    files = [name_of_file(os.path.abspath(file)) for file in files]
+                    files = [escape(os.path.abspath(file)) for file in files]
+                    if "::" in "".join(files) or "$" in "".join(files):
+                        raise PackingError("`datasets` replaces :: and $ in names of files and folders; rename them")
                 options = {"path": self.kind.lower(), **_OPTIONS.get(self.kind, {})}
                 found = datasets.load_dataset(data_files=files, split=_TRAIN, **options)
             elif not Path(self.data).exists():

@@ -66,8 +66,8 @@ class TextTokenizer(Renderer):
             ):
                 wanted = self.end_documents and not complete
                 end = last if wanted and document.ends and ids[-1:] != last else []
-                labels, weights = self._labels(document, ids, offsets)
-                labels += end
+                weights = self._weights(document, ids, offsets)
+                labels = [token if weight else IGNORED_LABEL for token, weight in zip(ids, weights, strict=True)] + end
                 said = {
                     "have the tokenizer's special tokens twice at an end, since their text begins or ends with them "
                     "already; add_special_tokens=False adds none": len(ids) > 1
@@ -82,10 +82,9 @@ class TextTokenizer(Renderer):
                     tokens[LOSS_WEIGHTS].append(weights + [1.0] * len(end))
         return tokens
 
-    def _labels(self, document: Rendered, ids: Ids, offsets: Any) -> tuple[Ids, list[float]]:
-        """Return the labels of a document, and their weights."""
-        labels = [*ids] if document.trained is None else [IGNORED_LABEL] * len(ids)
-        weights = [1.0] * len(ids)
+    def _weights(self, document: Rendered, ids: Ids, offsets: Any) -> list[float]:
+        """Return the weight of each token in the loss; 0 for tokens that are not trained on."""
+        weights = [float(document.trained is None)] * len(ids)
         for (first, stop), weight in zip(document.trained or (), document.weights or repeat(1.0), strict=False):
             # characters that a tokenizer drops move those of all later tokens: the last one seems to end too early
             if offsets and offsets[-1][1] == len(document.text):
@@ -93,12 +92,11 @@ class TextTokenizer(Renderer):
                 end = bisect_left(offsets, stop, key=itemgetter(0))
             else:
                 begin, end = (self._num_shared(document, document.text[:edge], ids) for edge in (first, stop))
-            labels[begin:end], weights[begin:end] = ids[begin:end], [weight] * max(0, end - begin)
+            weights[begin:end] = [weight] * max(0, end - begin)
         if document.prompt is not None:
             shared = self._num_shared(document, document.prompt, ids)
-            labels[:shared] = ids[:shared] if self.prompt_weight else [IGNORED_LABEL] * shared
             weights[:shared] = [self.prompt_weight] * shared
-        return labels, weights
+        return weights
 
     def _num_shared(self, document: Rendered, beginning: str, ids: Ids) -> int:
         """Return the number of tokens that a document shares with its beginning, tokenized alone."""

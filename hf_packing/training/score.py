@@ -211,7 +211,7 @@ def rows_to_score(sequences: Sequence[_Integers], max_tokens: int, fewest_shared
     columns = {INPUT_IDS: column_of_values(INPUT_IDS, np.concatenate(sequences), lengths)}
     packed = Packing(BestFit(max(max_tokens, int(lengths.max()))))
     trees = replace(packed, fewest_shared=fewest_shared)
-    plan, _ = trees.plan(columns)
+    plan = trees.plan(columns)
     shared = np.zeros_like(plan.segment_length) if plan.segment_shared is None else plan.segment_shared
     rows = []
     for pack, (first, end) in enumerate(pairwise(plan.pack_offsets.tolist())):

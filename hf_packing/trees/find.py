@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, LOSS_WEIGHTS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LOSS_WEIGHTS
 from hf_packing.planning.lengths import (
     Array,
     Int32Array,
@@ -53,7 +53,7 @@ _FEWEST_AT_ONCE = 64
 """The fewest tokens of each piece that are sorted at a time."""
 
 
-def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int, capacity: int) -> tuple[Forest, dict[str, int]]:
+def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int, capacity: int) -> Forest:
     """Find the prefixes that pieces of documents share, and cut trees that are larger than a row.
 
     Where documents branch off fewer than `min_shared` tokens after an earlier branching, they branch off there instead,
@@ -67,14 +67,12 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int, capacity:
         capacity: the most tokens of a tree, which is cut where the fewest tokens are repeated.
 
     Returns:
-        The forest, with trees in the order of their first pieces; and by the name of a column, how many neighbors share
-        fewer tokens because their values in this column differ.
+        The forest, with trees in the order of their first pieces.
     """
-    splits: dict[str, int] = {}
     alone = np.ones(len(pieces.length), dtype=bool)
     order, shared = [], []
     for block in _blocks_of_candidates(columns, pieces, min_shared):
-        by_content, common = _sort_pieces(columns, pieces, block, splits)
+        by_content, common = _sort_pieces(columns, pieces, block)
         alone[by_content] = False
         order.append(by_content)
         shared.append(_move_up(common, min_shared))
@@ -83,7 +81,7 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int, capacity:
     places = np.concatenate(order)
     forest = Forest(places, pieces.length[places].astype(np.int64), np.concatenate(shared))
     in_order = forest.select(np.argsort(np.minimum.reduceat(places, forest.offsets[:-1])))
-    return cut_large_trees(in_order, capacity), splits
+    return cut_large_trees(in_order, capacity)
 
 
 def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int) -> list[IntArray]:
@@ -138,17 +136,13 @@ def _move_up(common: IntArray, min_shared: int) -> IntArray:
     return np.array(moved[:-1], dtype=np.int64)
 
 
-def _sort_pieces(
-    columns: TokenColumns, pieces: Pieces, some: IntArray, splits: dict[str, int]
-) -> tuple[IntArray, IntArray]:
+def _sort_pieces(columns: TokenColumns, pieces: Pieces, some: IntArray) -> tuple[IntArray, IntArray]:
     """Sort some pieces by their tokens and by the other values of their tokens, a part of each piece at a time.
 
     Args:
         columns: the token columns of the documents.
         pieces: the pieces of all documents.
         some: int64 [pieces to sort]: indices of the pieces to sort.
-        splits: by the name of a column, the number of neighbors that have fewer tokens in common because their values
-            in this column differ; changed in place.
 
     Returns:
         The indices in a new order, in which pieces that begin with the same values are neighbors, and the number of
@@ -162,9 +156,9 @@ def _sort_pieces(
         tokens = max(_SORTED_AT_ONCE // len(group), _FEWEST_AT_ONCE)
         length = np.minimum(pieces.length[group] - depth, tokens)
         following = Pieces(pieces.document[group], pieces.start[group] + depth, length)
-        values, names = _read_values(columns, following, are_beginnings=depth == 0)
+        values, per_token = _read_values(columns, following, are_beginnings=depth == 0)
         by_content = sorted(range(len(group)), key=values.__getitem__)
-        same = _compare_neighbors([values[place] for place in by_content], length[by_content], names, splits)
+        same = _compare_neighbors([values[place] for place in by_content], length[by_content], per_token)
         order[begin:end] = group[by_content]
         common[begin + 1 : end] = same + depth
         firsts = np.append(0, np.flatnonzero(same < tokens) + 1)
@@ -174,37 +168,28 @@ def _sort_pieces(
     return order, common
 
 
-def _compare_neighbors(
-    values: list[bytes], length: IntArray, names: tuple[str, ...], splits: dict[str, int]
-) -> IntArray:
+def _compare_neighbors(values: list[bytes], length: IntArray, per_token: int) -> IntArray:
     """Return the number of tokens that each piece but the first has in common with the one before it.
 
     Args:
         values: the values of each piece, as `_read_values` returns them.
         length: integers [pieces]: number of tokens in each piece.
-        names: for each number that a token has in `values`, the name of its column.
-        splits: to this, neighbors are added whose other values differ where their common prefix ends, not their tokens.
+        per_token: the number of 32-bit integers that a token has in `values`.
     """
     most = np.minimum(length[:-1], length[1:])
     offsets = offsets_of(most)
-    sizes = (4 * len(names) * most).tolist()
+    sizes = (4 * per_token * most).tolist()
     left, right = (
         np.frombuffer(b"".join([each[:size] for each, size in zip(some, sizes, strict=True)]), np.int32)
         for some in (values[:-1], values[1:])
     )
     differing = np.append(np.flatnonzero(left != right), len(left))
-    first = differing[np.searchsorted(differing, offsets[:-1] * len(names))] // len(names)
-    split = first[first < offsets[1:]]
-    columns_differ = left.reshape(-1, len(names))[split] != right.reshape(-1, len(names))[split]
-    columns_differ = columns_differ[~columns_differ[:, 0]]
-    for name in dict.fromkeys(names[1:]):
-        if number := int(columns_differ[:, [each == name for each in names]].any(axis=1).sum()):
-            splits[name] = splits.get(name, 0) + number
+    first = differing[np.searchsorted(differing, offsets[:-1] * per_token)] // per_token
     shared: IntArray = np.minimum(first - offsets[:-1], most)
     return shared
 
 
-def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> tuple[list[bytes], tuple[str, ...]]:
+def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> tuple[list[bytes], int]:
     """Return the values by which pieces are compared, as 32-bit integers, token by token.
 
     Args:
@@ -214,14 +199,14 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
             trained on.
 
     Returns:
-        The values of each piece as bytes, and for each number that a token has there, the name of its column.
+        The values of each piece as bytes, and the number of integers that a token has there.
 
     Raises:
         PackingError: a loss mask has a value other than 0 and 1, or input_ids or labels do not fit in 32 bits.
     """
     offsets = offsets_of(pieces.length)
     input_ids = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(pieces))
-    found, names = [input_ids[:, None]], [INPUT_IDS]
+    found = [input_ids[:, None]]
     labels = read_labels(columns, pieces)
     is_trained = np.ones(len(input_ids), dtype=bool) if labels is None else labels != IGNORED_LABEL
     if are_beginnings:
@@ -230,17 +215,15 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
         labels[~is_trained | (labels == input_ids)] = IGNORED_LABEL
         if (labels != IGNORED_LABEL).any():
             found.append(labels[:, None])
-            names.append(LABELS)
     for name, column in columns.items():
         if name not in (INPUT_IDS, *LABEL_COLUMNS):
             values = column.gather(pieces)
             if name == LOSS_WEIGHTS:  # without a meaning where nothing is trained on, which is not a weight of 0
                 values = np.where(is_trained, values, np.nan)
             found.append(_as_integers(values))
-            names += [name] * found[-1].shape[1]
-    joined = np.concatenate(found, axis=1).tobytes()
-    borders = (offsets * 4 * len(names)).tolist()
-    return [joined[begin:end] for begin, end in pairwise(borders)], tuple(names)
+    joined = np.concatenate(found, axis=1)
+    as_bytes, borders = joined.tobytes(), (offsets * 4 * joined.shape[1]).tolist()
+    return [as_bytes[begin:end] for begin, end in pairwise(borders)], joined.shape[1]
 
 
 def _as_integers(values: Array) -> Int32Array:
@@ -281,7 +264,7 @@ def find_in_batch(
     begin = offsets_of(length)[:-1]
     of_tokens = {INPUT_IDS: input_ids, **others}
     columns = {name: column_of_values(name, values, length) for name, values in of_tokens.items()}
-    forest, _ = find_trees(columns, Pieces.whole(length), min_shared, len(input_ids))
+    forest = find_trees(columns, Pieces.whole(length), min_shared, len(input_ids))
     paths = TreePaths(forest.length, forest.shared)
     segments = segments_of(paths, np.array([0, len(length)]))
     trees = TreeSegments.from_arrays(segments.lengths, segments.parents)
@@ -330,7 +313,7 @@ def measure_shared_prefixes(documents: datasets.Dataset, max_length: int) -> Sha
     lengths = check_lengths(columns[INPUT_IDS].length)
     first = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), MEASURED_TOKENS)))
     pieces = cut_to_pieces(lengths[:first], max_length, "split")
-    forest, _ = find_trees(columns, pieces, FEWEST_SHARED, max_length)
+    forest = find_trees(columns, pieces, FEWEST_SHARED, max_length)
     tokens, unique = total_of(forest.length), total_of(forest.sizes)
     measured = min(first, len(lengths))
     return SharedPrefixes(tokens / unique if unique else 1.0, measured, measured < len(lengths))

@@ -13,7 +13,6 @@ from hf_packing.columns import (
     IGNORED_LABEL,
     INPUT_IDS,
     LABEL_COLUMNS,
-    LABELS,
     PARENTS,
     SEGMENT_LENGTHS,
     TRAINED,
@@ -43,7 +42,7 @@ from hf_packing.trees.find import find_trees
 from hf_packing.trees.segments import TreePaths, segments_of
 
 
-def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[PackingPlan, dict[str, int]]:
+def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> PackingPlan:
     """Find the prefixes that documents share, and plan the documents.
 
     Trees that are larger than a pack are cut where the fewest tokens are repeated.
@@ -54,18 +53,17 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
         fewest: the fewest tokens that documents share.
 
     Returns:
-        The plan, with `segment_shared`; and by the name of a column, how many shared prefixes ended early because
-        values in it differ.
+        The plan, with `segment_shared`.
     """
     capacity = strategy.largest_capacity
     lengths = check_lengths(columns[INPUT_IDS].length)
     pieces = cut_to_pieces(lengths, capacity, strategy.overflow)
-    forest, splits = find_trees(columns, pieces, fewest, capacity)
+    forest = find_trees(columns, pieces, fewest, capacity)
     plan = strategy.plan_lengths(check_lengths(forest.sizes))
     assert plan.num_segments == len(forest.sizes)  # none was cut or dropped
     planned = forest.select(plan.segment_document)
     segments = pieces.take(planned.order)
-    trees = PackingPlan(
+    return PackingPlan(
         document_length=lengths,
         segment_document=segments.document,
         segment_start=segments.start,
@@ -76,7 +74,6 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
         proven_lower_bound=plan.proven_lower_bound,
         note=plan.note,
     )
-    return trees, splits
 
 
 def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
@@ -113,9 +110,9 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows
     in_row = runs.document - np.repeat(offsets[:-1], row_runs)
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
     arrays = {
-        TREE_INPUT_IDS: list_array(input_ids, row_tokens, columns[INPUT_IDS].large),
-        TREE_LABELS: list_array(tree_labels, row_tokens, columns.get(LABELS, columns[INPUT_IDS]).large),
-        **{name: list_array(of_tokens, row_tokens, columns[name].large) for name, of_tokens in values.items()},
+        TREE_INPUT_IDS: list_array(input_ids, row_tokens),
+        TREE_LABELS: list_array(tree_labels, row_tokens),
+        **{name: list_array(of_tokens, row_tokens) for name, of_tokens in values.items()},
         **segment_columns(paths, offsets),
         TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * row_runs),
     }

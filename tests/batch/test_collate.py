@@ -288,9 +288,7 @@ def test_any_integers(data, dtype):
     assert_equal(received(WorkerBatch(a=tensor, b=tensor[0])), {"a": tensor, "b": tensor[0]})
 
 
-def test_what_is_sent_in_few_bytes_and_what_as_it_is():
-    ids = torch.arange(60_000)
-    assert len(pickle.dumps(WorkerBatch(ids=ids))) < 2.1 * len(ids) < len(pickle.dumps({"ids": ids})) / 3
+def test_all_tensors_are_sent_as_they_are():
     sent = WorkerBatch(a=torch.tensor([1, 2]))
     batch = received(sent)
     assert type(batch) is type(hfp.PackingCollator()([{"input_ids": [1]}])) is dict

@@ -437,11 +437,11 @@ def test_two_drivers_at_once(files, tmp_path, undisturbed):
 def test_abandoned_files_are_removed(files, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
-    for name, age in (("old", 2 * manifest._ABANDONED), ("new", 0)):
-        (output / f".unfinished-{name}").touch()
-        os.utime(output / f".unfinished-{name}", (time.time() - age,) * 2)
+    for name, age in (("0" * 32, 2 * manifest._ABANDONED), ("1" * 32, 0)):
+        (output / f".packing-{name}").touch()
+        os.utime(output / f".packing-{name}", (time.time() - age,) * 2)
     pack_here(files, output)
-    assert [path.name for path in output.glob(".*")] == [".unfinished-new"]
+    assert [path.name for path in output.glob(".*")] == [f".packing-{'1' * 32}"]
 
 
 def has_ended(leader):

@@ -21,8 +21,7 @@ from windows_rules import follow_windows_rules
 
 import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
-from hf_packing.files import UNFINISHED
-from hf_packing.rows.cache import UNTOUCHED_FOR
+from hf_packing.files import UNFINISHED, UNTOUCHED_FOR
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}

@@ -194,7 +194,7 @@ def test_what_decides_the_micro_batches_is_compared():
         (hfp.TokenBudget(4, align_tokens=2), "align_tokens=2", "align_tokens=1"),
         (
             hfp.TokenBudget(4, length_schedule=hfp.LengthSchedule(2, steps=9)),
-            "length_schedule=LengthSchedule(start=2, steps=9, end=None, growth='linear')",
+            "length_schedule=LengthSchedule(start=2, steps=9, end=None)",
             "length_schedule=None",
         ),
         (

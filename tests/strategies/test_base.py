@@ -274,7 +274,6 @@ REFUSED_ARGUMENTS = [
     *((hfp.LengthSchedule, {"steps": 1, "start": value}) for value in (0, 1.5)),
     (hfp.LengthSchedule, {"start": 1, "steps": 0}),
     (hfp.LengthSchedule, {"start": 8, "steps": 1, "end": 4}),
-    (hfp.LengthSchedule, {"start": 8, "steps": 1, "growth": "sudden"}),
 ]
 
 

@@ -186,7 +186,7 @@ def literal_rows(documents, strategy, window_packs, most_windows=4) -> list[dict
             tokens, new = tokens + len(left[0]), new + len(left[0])
             window.append(left.pop(0))
             age.append(0)
-        plan, is_open, all_wait, _ = strategy.plan_window(check_lengths([len(each) for each in window]), number)
+        plan, is_open, all_wait = strategy.plan_window(check_lengths([len(each) for each in window]), number)
         packs = packs_of(plan)
         capacity = plan.pack_capacity.tolist()
         free = [1 - sum(length for *_, length in pack) / capacity[p] for p, pack in enumerate(packs)]

@@ -32,10 +32,7 @@ from hf_packing.training.kinds import labels_of
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS
 from hf_packing.training.step_counts import micro_batch_counts
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:pack applies:UserWarning"),
-    pytest.mark.filterwarnings("ignore:pack shares fewer:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:pack applies:UserWarning")
 
 
 def exact(name):
