@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, loss_masks_in
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABEL_COLUMNS, LABELS, LOSS_WEIGHTS, loss_masks_in
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Pieces, offsets_of, total_of
 from hf_packing.planning.plan import PackingPlan
@@ -21,11 +21,12 @@ class LabelCounts(NamedTuple):
 
     left: int
     documents: int
-    weighted: bool = False
-    """Whether the labels have weights."""
+    weighted: int = 0
+    """The number of labels that are left and have a weight other than 1."""
 
     def __str__(self) -> str:
-        return f"{self.left:,} of {self.documents:,} labels are left{', with weights' * self.weighted}"
+        weighted = f", {self.weighted:,} with a weight other than 1" if self.weighted else ""
+        return f"{self.left:,} of {self.documents:,} labels are left{weighted}"
 
     def check_some_left(self, name: str, value: object) -> None:
         """Raise PackingError if documents have labels, but none of them are left.
@@ -60,23 +61,28 @@ def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> L
     return LabelCounts(left, count_labels(columns, documents, keep_first))
 
 
-def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False) -> int:
+def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False, weighted: bool = False) -> int:
     """Count the tokens of pieces of documents that are trained on.
 
     Args:
-        columns: columns of documents by name. Only labels and loss masks are read; without them, all tokens have
-            labels.
+        columns: columns of documents by name. Only labels, loss masks and weights are read; without labels and masks,
+            all tokens have labels.
         pieces: the pieces, which are segments of a row.
         keep_first: whether the first token of a piece has a label, as for masked language models.
+        weighted: whether to count only the tokens with a weight other than 1.
     """
-    if columns.keys().isdisjoint(LABEL_COLUMNS):
+    if weighted and LOSS_WEIGHTS not in columns:
+        return 0
+    if not weighted and columns.keys().isdisjoint(LABEL_COLUMNS):
         return total_of(pieces.length) - (0 if keep_first else int(np.count_nonzero(pieces.length)))
     found = 0
     for first, end in blocks_of_rows(pieces.length, TOKENS_AT_ONCE):
         block = pieces.take(np.arange(first, end))
-        labels = read_labels(columns, block, np.zeros(total_of(block.length), dtype=np.int32))
-        assert labels is not None  # since there are columns of labels
-        trained = labels != IGNORED_LABEL
+        tokens = total_of(block.length)
+        labels = read_labels(columns, block, np.zeros(tokens, dtype=np.int32))
+        trained = np.ones(tokens, dtype=bool) if labels is None else labels != IGNORED_LABEL
+        if weighted:
+            trained &= columns[LOSS_WEIGHTS].gather(block) != 1
         if not keep_first:
             trained[offsets_of(block.length)[:-1][block.length > 0]] = False
         found += int(np.count_nonzero(trained))

@@ -338,7 +338,8 @@ def kept_labels(
     if isinstance(dataset, TreesOfDocuments):
         columns, plan = dataset.columns, dataset.plan
         documents, left = Pieces.whole(plan.document_length), plan.segments
-        return LabelCounts(count_labels(columns, left), count_labels(columns, documents), LOSS_WEIGHTS in columns)
+        weighted = count_labels(columns, left, weighted=True)
+        return LabelCounts(count_labels(columns, left), count_labels(columns, documents), weighted)
     in_table = shows_table(dataset)
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
@@ -353,8 +354,9 @@ def kept_labels(
     elif rows.lost_tokens:
         left = whole.take(np.flatnonzero(np.isin(whole.document, rows.kept)))
     else:
-        return LabelCounts(found, found, LOSS_WEIGHTS in columns)
-    return LabelCounts(count_labels(columns, left, keep_first), found, LOSS_WEIGHTS in columns)
+        left = whole
+    kept = found if left is whole else count_labels(columns, left, keep_first)
+    return LabelCounts(kept, found, count_labels(columns, left, keep_first, weighted=True))
 
 
 def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> TokenColumns:

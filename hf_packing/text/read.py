@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from glob import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import file_system
 from hf_packing.text.render import reason_of
 from hf_packing.text.tokenize import TOKEN_COLUMNS, Placed, TextTokenizer, numbered, usable
+from hf_packing.upstream.datasets import name_of_file
 
 _JSON, _TEXT = "JSON", "text"
 _KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
@@ -168,9 +168,7 @@ class Documents:
             if self.kind is not None:
                 files = self.files
                 if os.path.exists(files[0]):  # names that exist are no patterns
-                    files = [escape(os.path.abspath(file)) for file in files]
-                    if "::" in "".join(files) or "$" in "".join(files):
-                        raise PackingError("`datasets` replaces :: and $ in names of files and folders; rename them")
+                    files = [name_of_file(os.path.abspath(file)) for file in files]
                 options = {"path": self.kind.lower(), **_OPTIONS.get(self.kind, {})}
                 found = datasets.load_dataset(data_files=files, split=_TRAIN, **options)
             elif not Path(self.data).exists():

@@ -4,10 +4,84 @@ Nothing else in the package uses a private name of these libraries, or asks for 
 them in a minute, and says what a new version has changed, and what needs it.
 """
 
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
 
 import hf_packing
 from hf_packing.checks import NEWEST, wanted_versions
+
+NEEDED = {
+    "accelerate:Accelerator": ("_models _dataloaders", "the proof of a model as it was prepared"),
+    "accelerate.hooks:add_hook_to_module": ("_hf_hook", "a model whose weights accelerate has offloaded"),
+    "datasets:Dataset": ("_fingerprint _indices", "the cache of pack, and the order of its rows"),
+    "datasets:IterableDataset": (
+        "_ex_iterable _formatting _distributed _token_per_repo_id _resolve_features _starting_state_dict",
+        "packing of streams",
+    ),
+    "datasets.iterable_dataset": (
+        "_BaseExamplesIterable BufferShuffledExamplesIterable CyclingMultiSourcesExamplesIterable "
+        "FilteredExamplesIterable FormattedExamplesIterable HorizontallyConcatenatedMultiSourcesExamplesIterable "
+        "MappedExamplesIterable RebatchedArrowExamplesIterable RepeatExamplesIterable SelectColumnsIterable "
+        "SkipExamplesIterable TakeExamplesIterable VerticallyConcatenatedMultiSourcesExamplesIterable",
+        "shares and states of streams",
+    ),
+    "torch:Tensor": (
+        "_backward_hooks _post_accumulate_grad_hooks _make_subclass _base _is_view",
+        "losses that are computed in chunks, and the proof of the step",
+    ),
+    "torch._C": ("DisableTorchFunctionSubclass", "losses that are computed in chunks"),
+    "torch._dynamo": ("mark_static maybe_mark_dynamic", "compiling a model once for all batches"),
+    "torch._dynamo.eval_frame": ("skip_code _orig_mod _torchdynamo_orig_callable", "compiled models"),
+    "torch.distributed:ProcessGroup": ("_get_backend _device_types", "documents on several ranks"),
+    "torch.distributed.fsdp._common_utils": ("_fsdp_wrapped_module", "FSDP with activation checkpointing"),
+    "torch.nn:Module": (
+        "_modules _parameters _buffers _compiled_call_impl _forward_hooks _forward_hooks_with_kwargs "
+        "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs _backward_hooks "
+        "_backward_pre_hooks",
+        "proofs that leave models as they were",
+    ),
+    "torch.nn.modules.module": (
+        "_global_forward_hooks _global_forward_pre_hooks _global_backward_hooks _global_backward_pre_hooks",
+        "proofs without the hooks of users",
+    ),
+    "torch.nn.modules.dropout": ("_DropoutNd", "proofs in training mode"),
+    "torch.utils._pytree": ("tree_leaves tree_map", "losses that are computed in chunks"),
+    "transformers:AutoModelForCausalLM": ("_model_mapping", "hf-packing check"),
+    "transformers:PreTrainedConfig": (
+        "_attn_implementation _attn_implementation_internal",
+        "the check that nothing has changed attention after the patch",
+    ),
+    "transformers:PreTrainedModel": (
+        "_can_set_attn_implementation _from_config _gradient_checkpointing_func",
+        "patch_model",
+    ),
+    "transformers:Trainer": (
+        "_get_train_sampler _set_signature_columns_if_needed _signature_columns",
+        "the columns and the sampler of a trainer that is attached",
+    ),
+}
+"""Private names of other libraries, by where they are, and what needs them."""
+
+
+def broken_doors() -> Iterator[str]:
+    """Yield a sentence for each name that an installed library does not have any more."""
+    for place, (names, what) in NEEDED.items():
+        library = place.partition(":")[0].partition(".")[0]
+        try:
+            owner = resolve_name(place)
+        except (ImportError, AttributeError):
+            yield f"{library} {version(library)} no longer has {place.replace(':', '.')}, needed for {what}"
+            continue
+        source = ""
+        with suppress(TypeError, OSError):  # what is compiled has none
+            source = inspect.getsource(owner)
+        for name in names.split():
+            if not hasattr(owner, name) and not re.search(rf"\b{name}\b", source):  # instances have it
+                yield f"{library} {version(library)} no longer has {name} of {place}, needed for {what}"
 
 
 def versions() -> str:
@@ -15,7 +89,8 @@ def versions() -> str:
 
     Returns:
         A line for each library, with the installed version, the versions that are supported, and the newest one that
-        was tested.
+        was tested; then a line for each private name that an installed version does not have any more, and what needs
+        it.
 
     Example:
         >>> import hf_packing as hfp
@@ -29,4 +104,4 @@ def versions() -> str:
         except PackageNotFoundError:
             found = "not installed"
         lines.append(f"{library} {found} (supported: {wanted_versions(library)}, tested up to {newest})")
-    return "\n".join(lines)
+    return "\n".join([*lines, *broken_doors()])

@@ -1,7 +1,12 @@
 """What is private in `datasets`, or differs between its versions: the tables of a Dataset, and how streams are read."""
 
+import os
+from contextlib import suppress
 from copy import copy
+from glob import escape
+from hashlib import sha256
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -38,6 +43,21 @@ def indices_of(dataset: datasets.Dataset) -> pa.ChunkedArray | None:
     Without it, shuffled documents would be packed in the order of the table.
     """
     return None if dataset._indices is None else dataset._indices.column(0)
+
+
+def name_of_file(file: str) -> str:
+    """Return a name for `data_files` that is that file and no pattern.
+
+    `datasets` replaces :: and $ in names: of such a file, the name of a link to it in the cache of `datasets`.
+    """
+    if "::" in file or "$" in file:
+        key = sha256(f"{file}{os.stat(file).st_mtime_ns}".encode()).hexdigest()
+        link = Path(datasets.config.HF_DATASETS_CACHE, key)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            link.symlink_to(file)
+        file = str(link)
+    return escape(file)
 
 
 Examples = Any

@@ -133,7 +133,7 @@ def test_documents_that_share_prefixes(column, tmp_path):
     assert loss == pytest.approx(wanted, rel=CLOSE)
     assert largest_difference(gradients, exact) < CLOSE
     assert len(seen) > 3
-    assert "labels are left, with weights" in str(summary)
+    assert " with a weight other than 1" in str(summary)
 
 
 def test_prompts_are_shared_whatever_documents_weigh():
@@ -271,12 +271,18 @@ def test_packed_rows_keep_the_weight_of_every_token(weights, capacity):
     assert kept == given_
 
 
-def test_the_summary_says_that_labels_have_weights(tmp_path):
+def test_the_summary_counts_weights_other_than_one(tmp_path):
     data = weighted()
-    trained = sum(label != -100 for row in data for label in row["labels"][1:])
+    trained = [
+        weight
+        for row in data
+        for label, weight in zip(row["labels"][1:], row["loss_weights"][1:], strict=True)
+        if label != -100
+    ]
+    other = sum(each != 1 for each in trained)
     trainer = trainer_of(tmp_path, data=data)
     summary = hfp.attach(trainer, hfp.TokenBudget(64))
-    assert f"{trained} of {trained} labels are left, with weights" in str(summary)
+    assert f"{len(trained)} of {len(trained)} labels are left, {other} with a weight other than 1" in str(summary)
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])

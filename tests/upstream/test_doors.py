@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from doors import NEEDED, broken_doors
 from packaging.version import Version
 
 import hf_packing as hfp
 from hf_packing.checks import NEWEST, OLDEST
+from hf_packing.upstream import NEEDED, broken_doors
 
 PACKAGE = Path(hfp.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,7 @@ def test_a_place_that_is_gone(monkeypatch):
     monkeypatch.setitem(NEEDED, "torch.nn:Modulus", ("_modules", "a test"))
     (said,) = broken_doors()
     assert said == f"torch {version('torch')} no longer has torch.nn.Modulus, needed for a test"
+    assert hfp.versions().endswith(said)
 
 
 def test_versions_for_a_bug_report():
