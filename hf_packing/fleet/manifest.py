@@ -245,6 +245,7 @@ class PackedCorpus:
             "strategy": self.strategy,
             "loss_masks": list(self._sum("loss_masks")),
             "trained_tokens": counts["trained_tokens"],
+            "tokens_not_shared": counts["tokens_not_shared"],
             "packed_tokens": counts["num_tokens"] - counts["num_dropped_tokens"],
             "tokens": counts["num_tokens"],
             "empty_documents": counts["num_empty_documents"],

@@ -356,6 +356,7 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
             **{name: metrics[name] for name in metrics if name.startswith("num_")},
             "slots": total_of(plan.pack_capacity),
             "trained_tokens": trained,
+            "tokens_not_shared": packing.tokens_not_shared(columns, plan),
             "skipped_rows": sum(map(len, skipped)),
         },
         remarks=dict(sum(remarks, Counter())),  # as a dataclass copies a Counter wrongly

@@ -163,6 +163,8 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
         )
     if empty := facts.get("empty_documents"):
         said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
+    if repeated := facts.get("tokens_not_shared"):
+        said.append(f"shares {repeated:,} tokens less{of}, since other columns differ where tokens agree")
     if left_out:
         said.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
     return said

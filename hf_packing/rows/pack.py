@@ -222,6 +222,7 @@ def _write(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool = F
     """
     plan = packing.plan(columns)
     facts = changes_of(columns, plan, repr(packing.strategy), packing.keep_first_labels)
+    facts["tokens_not_shared"] = packing.tokens_not_shared(columns, plan)
     if facts["labels_left"]:
         facts["labels_left"].check_some_left("strategy", packing.strategy)
     first_labels = None

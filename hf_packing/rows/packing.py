@@ -19,7 +19,7 @@ from hf_packing.rows.packed_rows import Rows, pack_rows
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
 from hf_packing.strategies.base import Strategy, check_strategy
 from hf_packing.trees.forest import check_fewest_shared
-from hf_packing.trees.rows import plan_trees, tree_rows
+from hf_packing.trees.rows import plan_trees, tokens_not_shared, tree_rows
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ class Packing:
         if self.fewest_shared is not None:
             return plan_trees(columns, self.strategy, self.fewest_shared)
         return self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
+
+    def tokens_not_shared(self, columns: TokenColumns, plan: PackingPlan) -> int:
+        """Count the tokens that rows of trees repeat because values of other columns differ."""
+        return 0 if self.fewest_shared is None else tokens_not_shared(columns, plan, self.fewest_shared)
 
     def rows(self, columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
         """Build one row for each of some packs of a plan.

@@ -76,6 +76,22 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> Packin
     )
 
 
+def tokens_not_shared(columns: TokenColumns, plan: PackingPlan, fewest: int) -> int:
+    """Count the tokens that a plan of trees repeats because other columns than those of tokens and labels differ.
+
+    Args:
+        columns: the token columns of the documents.
+        plan: the plan that `plan_trees` made of them.
+        fewest: the fewest tokens that documents share.
+    """
+    compared = {name: column for name, column in columns.items() if name in (INPUT_IDS, *LABEL_COLUMNS)}
+    if len(compared) == len(columns) or not plan.num_packs:
+        return 0
+    assert plan.segment_shared is not None
+    forest = find_trees(compared, plan.segments, fewest, int(plan.pack_capacity.max()))
+    return total_of(plan.segment_length) - total_of(plan.segment_shared) - total_of(forest.sizes)
+
+
 def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
     """Build some of a plan's packs, and return one row of trees for each.
 

@@ -32,7 +32,10 @@ from hf_packing.training.kinds import labels_of
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS
 from hf_packing.training.step_counts import micro_batch_counts
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack applies:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:pack applies:UserWarning"),
+    pytest.mark.filterwarnings("ignore:pack shares:UserWarning"),
+]
 
 
 def exact(name):
