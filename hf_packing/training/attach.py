@@ -29,7 +29,6 @@ from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.rollouts import Leveling, check_can_level
-from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.streams import StreamSummary
@@ -189,9 +188,7 @@ def attach(
         expect(None, "for a language model, whose loss is a mean over labeled tokens; pass loss=", loss_unit=loss_unit)
         of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
-        state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
-        check_columns("attach", plain.train_dataset, state.reading.takes)
-        return state
+        return AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
 
     state = on_all_ranks(plan)
     if (ranks := ranks_of(state.batching)) > 1:

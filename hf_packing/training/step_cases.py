@@ -83,8 +83,8 @@ class PackedCase(StepCase):
 
     hint = (
         "look for a loss that reads across documents, or that gives documents other weights: a mean for each one (take "
-        "loss='sequence' and no compute_loss of your own), or weights by places in the row or by labels of others (take "
-        "places from position_ids, which begin anew in each document)"
+        "loss='sequence' and no compute_loss of your own), or weights by places in the row or by labels of others "
+        "(take places from position_ids, which begin anew in each document)"
     )
     most_tokens: int | None
     """The number of tokens of a batch; None if it is not known."""

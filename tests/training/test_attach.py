@@ -642,12 +642,10 @@ def with_weights_proven():
     [(with_weights_proven, "counts, kinds, marked, targets"), (patched, "counts, kinds, marked, targets, weights")],
 )
 def test_the_model_gets_what_its_forward_takes(tmp_path, make, left):
-    """As Trainer does it by default. Others are left out and named."""
+    """As Trainer does it by default."""
     trainer = trainer_of(tmp_path, data=weighted(), model=make())
-    with pytest.warns(UserWarning, match=f"attach leaves out the columns {left}, since no argument"):
-        hfp.attach(trainer, BUDGET)
-    with pytest.warns(UserWarning, match=f"prepare_dataloader leaves out the columns {left}, since"):
-        loader = loader_of(weighted(), model=make())
+    hfp.attach(trainer, BUDGET)
+    loader = loader_of(weighted(), model=make())
     for batch in (*trainer.get_train_dataloader(), *loader):
         assert not set(left.split(", ")) & set(batch)
         if make is with_weights_proven:
@@ -686,7 +684,6 @@ def test_an_own_loop_with_the_collator():
             check(batch)
 
 
-@pytest.mark.filterwarnings("ignore:attach leaves out the columns")
 @pytest.mark.parametrize("accumulation", fast_only([1, 3], 3))
 def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
     data, model, seen = weighted(), patched(dtype=torch.float64), Gradients()
