@@ -27,7 +27,6 @@ from hf_packing.columns import (
     LABELS,
     LOSS_WEIGHTS,
     SEGMENT_COLUMNS,
-    SOURCE,
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
 )
@@ -227,7 +226,7 @@ def open_source(
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
         )
-        known = [INPUT_IDS, LABELS, LOSS_WEIGHTS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS, SOURCE]
+        known = [INPUT_IDS, LABELS, LOSS_WEIGHTS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
         names = [each for each in (*known, *more) if each in streams.features and each not in reading.unread]
         streamed = StreamedRows(
             streams,
