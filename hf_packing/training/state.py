@@ -173,8 +173,9 @@ class AttachedPacks(Attached):
                 "mlm=True; pass mlm=False"
             )
         sft_trainer = sft_trainer_of(trainer)
-        self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
-        """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
+        is_of_trl = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
+        self.sums_log_probs = is_of_trl and trainer.args.loss_type == "nll"
+        """True if SFTTrainer computes the cross-entropy: of log-probabilities, without logits."""
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running."""
         self.evaluation: TokenMean | None = None
@@ -260,28 +261,15 @@ class AttachedPacks(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove, ranks_of(self.batching))
-        proves = self.prove == "first batch" or ranks_of(self.batching) > 1
+        proves = self.prove == "first batch" or ranks_of(self.batching) > 1 or self.source.shares_prefixes
         self.first_batch_proof = FirstBatchProof() if proves else None
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)
 
     def _check_rows(self, trainer: Trainer, source: Source) -> None:
-        """Check that the model takes the rows, and that the loss can be that of rows of trees and of rows on several
-        ranks: the cross-entropy."""
+        """Check that the model takes the rows."""
         check_takes_rows(trainer.model, source, self.batching, (self.collator.tokens, self.collator.max_segments))
-        if not source.shares_prefixes and ranks_of(self.batching) == 1:
-            return
-        args = trainer.args
-        is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel
-        computes = args.loss_type == "nll" if self.sums_log_probs else self.kind.compute_loss is Trainer.compute_loss
-        if not is_stock or not computes:
-            raise PackingError(
-                "trainer: expected the cross-entropy as the loss for documents that share prefixes or are on several "
-                f"ranks, which attach computes, but {self.kind.__name__} has a compute_loss, compute_loss_func, "
-                "label_smoothing_factor, loss_type or use_liger_kernel of its own; train without share_prefixes and "
-                "max_ranks_per_document"
-            )
 
 
 class AttachedRows(Attached):

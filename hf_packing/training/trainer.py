@@ -150,7 +150,7 @@ class PackedTrainer(AttachedTrainer):
         loss = state.loss if trains or model.training else "token"
         step = WholeStep.of(model, inputs, loss)
         # SFTTrainer's own loss may have no logits to weight
-        of_model = labels_of(inputs).replaces_loss or (step.weighting is not None and state.sums_log_probs)
+        of_model = step.weighting is not None and state.sums_log_probs
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
         with as_one_micro_batch(self), step.observed(model) as head:

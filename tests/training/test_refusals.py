@@ -100,6 +100,12 @@ class MaskingCollator(hfp.PackingCollator):
     pass
 
 
+class Regularized(Trainer):
+    def compute_loss(self, *arguments, **options):
+        loss, outputs = super().compute_loss(*arguments, **{**options, "return_outputs": True})
+        return loss + outputs.logits.float().square().mean()
+
+
 class OwnLoss(Trainer):
     def compute_loss(self, *arguments, **options):
         return super().compute_loss(*arguments, **options)
@@ -157,7 +163,6 @@ ATTACH = [
     ("train_sampling_strategy", lambda of: hfp.attach(of(train_sampling_strategy="group_by_length"), BUDGET)),
     ("dispatch_batches", lambda of: hfp.attach(of(accelerator_config={"dispatch_batches": True}), BUDGET)),
     ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
-    ("loss_type", lambda of: hfp.attach(of(SFTTrainer, loss_type="dft"), BUDGET, loss="sequence")),
     ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
     ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": SimpleNamespace(mlm=True)}), BUDGET)),
@@ -187,8 +192,6 @@ TREES = [
     ("share_prefixes", lambda _: hfp.TokenBudget(64, share_prefixes="yes")),
     ("length_schedule", lambda _: hfp.TokenBudget(64, share_prefixes=True, length_schedule=SCHEDULE)),
     ("length_schedule", lambda of: hfp.attach(of(data=in_rows_of_trees()), SCHEDULED)),
-    ("trainer", lambda of: hfp.attach(of(OwnLoss, data=RELATED), SHARED)),
-    ("trainer", lambda of: hfp.attach(of(data=RELATED, label_smoothing_factor=0.1), SHARED)),
     ("tokens", lambda of: hfp.attach(of(data=RELATED), SHARED, tokens=128, max_segments=9)),
     ("dataset", lambda of: hfp.attach(of(data=RELATED.to_list()), SHARED)),
     ("dataset", lambda of: hfp.attach(of(data=RELATED.with_transform(lambda rows: rows)), SHARED)),
@@ -423,6 +426,9 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
         ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
+        ("loss", lambda of: of.attached(kind=SFTTrainer, loss="sequence", loss_type="dft").train()),
+        ("loss", lambda of: of.attached(SHARED, data=RELATED, label_smoothing_factor=0.1).train()),
+        ("trainer", lambda of: of.attached(SHARED, kind=Regularized, data=RELATED).train()),
         slow("BartModel", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
