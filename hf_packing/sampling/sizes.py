@@ -348,7 +348,7 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
         dataset: a map-style dataset.
         sizes: sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
     """
-    content = sizes.sample or _content_of(dataset, len(sizes))
+    content = sizes.sample or content_of(dataset, len(sizes))
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return DataFacts(
         rows=str(sizes),
@@ -357,7 +357,7 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
     )
 
 
-def _content_of(dataset: Any, rows: int) -> bytes:
+def content_of(dataset: Any, rows: int) -> bytes:
     """Return a few rows as bytes: those that a Dataset stores, before any transform; or nothing, if rows change."""
     numbers = rows_to_sample(rows, _READ_TWICE).tolist()
     if isinstance(dataset, datasets.Dataset):
