@@ -181,8 +181,6 @@ class AttachedPacks(Attached):
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self._compares = False
-        self.unwatched = {True, False}
-        """The modes, training or not, in which models that are not patched may still read a packed batch."""
         self.source = open_source(
             "train_dataset",
             data,

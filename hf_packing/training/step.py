@@ -106,10 +106,6 @@ class StepCase(ABC):
     def sizes(self, of: Any) -> tuple[int, int, int]:
         """Return the numbers of documents or rows, of their tokens, and of what the loss is a mean of."""
 
-    def unpatched(self, of: Any) -> str:  # noqa: ARG002
-        """Return which models read the packed batch without being patched; an empty text if there are none."""
-        return ""
-
     def whole(self) -> Any:
         """Return the documents of a whole batch, in a list; None if their order is not tried."""
         return None
@@ -138,12 +134,9 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
                     note = ", whose loss changes with padding"
         if on_any_rank(steps.noise > _CHAOS):
             note, compared = f", whose loss changes by {steps.noise:.0%} with rounding", False
-        if not compared:
-            problem = case.unpatched(steps.made_of)
-        elif steps.differ:
-            problem = steps.describe()
-        else:
-            problem = _effect_of_order(case)
+        problem = ""
+        if compared:
+            problem = steps.describe() if steps.differ else _effect_of_order(case)
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
         problem=problem,
@@ -177,15 +170,6 @@ def _effect_of_order(case: StepCase) -> str:
         f"{turned.loss:.6g} with the documents in the opposite order, so it depends on places in the row: take places "
         "from position_ids, which begin anew in each document"
     )
-
-
-def refuse_unpatched(case: StepCase, training: bool) -> None:
-    """Raise PackingError if the packed step has models that read its batch without being patched."""
-    of = case.choose(without_padding=False)
-    with case.runner.undisturbed(training):
-        names = case.unpatched(of)
-    if names:
-        raise PackingError(f"compute_loss: expected patched models; {names}")
 
 
 class _Steps:
@@ -230,8 +214,6 @@ class _Steps:
                 f"the gradients of {len(found.differ)} of {len(unpacked)} parameters differ, by up to "
                 f"{found.largest:.2g} of their size, the first of them {found.differ[0]}"
             )
-        if unpatched := self.case.unpatched(self.made_of):
-            text.append(unpatched)
         if self.case.hint and text:
             text.append(self.case.hint)
         return "; ".join(text) or "the steps differ on another rank"

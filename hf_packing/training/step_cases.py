@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -44,7 +43,7 @@ from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import CheckedRows
 from hf_packing.training.losses import COUNTS, Batch, Loss, TokenMean
 from hf_packing.training.model_loss import WholeStep, predicts_next
-from hf_packing.training.models import models_of, prepared_model, watched_for_unpatched
+from hf_packing.training.models import models_of, prepared_model
 from hf_packing.training.ranks import on_all_ranks
 from hf_packing.training.sources import PackedRows
 from hf_packing.training.step import StepCase, StepReport, prove_step
@@ -82,9 +81,10 @@ class PackedCase(StepCase):
     """
 
     hint = (
-        "look for a loss that reads across documents, or that gives documents other weights: a mean for each one (take "
-        "loss='sequence' and no compute_loss of your own), or weights by places in the row or by labels of others "
-        "(take places from position_ids, which begin anew in each document)"
+        "look for a loss that reads across documents, a mean for each document (take loss='sequence' and no "
+        "compute_loss of your own), weights by places in the row or by labels of others (take places from "
+        "position_ids, which begin anew in each document), and a model that reads packed rows but is not patched (make "
+        "it an attribute of the trainer before attach, or call patch_model(model, padded=True))"
     )
     most_tokens: int | None
     """The number of tokens of a batch; None if it is not known."""
@@ -253,17 +253,6 @@ class TrainerCase(PackedCase):
                         "changes them"
                     )
 
-    def unpatched(self, of: list[Document]) -> str:
-        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self.batch_of(of)) as found:
-            self.runner.run(partial(self.packed, of))
-        if not found:
-            return ""
-        return (
-            f"{', '.join(found)} reads packed rows in compute_loss, but is not patched, so that documents may read "
-            "each other: make this model an attribute of the trainer before attach, or call patch_model(model, "
-            "padded=True), since the proof of the step runs it on padded batches, too"
-        )
-
     def packed(self, of: list[Document]) -> Tensor:
         inputs = self.batch_of(of)
         if not self.training:
@@ -421,7 +410,6 @@ def _not_proving(trainer: Any, evaluation: TokenMean | None = None) -> Any:
     asked = copy.copy(trainer)
     asked.attached = copy.copy(trainer.attached)
     asked.attached.first_batch_proof, asked.attached.evaluation = None, evaluation
-    asked.attached.unwatched = set()
     return asked
 
 

@@ -30,7 +30,6 @@ from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import batches_resumed, save_batches
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedBatches, AttachedPacks, AttachedRows
-from hf_packing.training.step import refuse_unpatched
 from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams import StreamedRows
@@ -142,9 +141,6 @@ class PackedTrainer(AttachedTrainer):
                 "training" if model.training else "evaluation",
                 lambda mode: self.step_case(model, inputs, mode == "training"),
             )
-        elif model.training in state.unwatched:
-            state.unwatched.remove(model.training)
-            refuse_unpatched(self.step_case(model, inputs, model.training), model.training)
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
         loss = state.loss if trains or model.training else "token"
