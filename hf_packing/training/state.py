@@ -281,12 +281,10 @@ class AttachedRows(Attached):
         trainer: Trainer,
         batching: Batching,
         prove: ProveInTraining,
-        loss_unit: str | None,
         planned_from: PlannedFrom,
     ) -> None:
         """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
-        self._loss_unit = loss_unit
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers
@@ -308,7 +306,7 @@ class AttachedRows(Attached):
         self.first_batch_proof = FirstBatchProof() if self.prove == "first batch" else None
         self.checked = self.source.collate_parts()
         assert self.checked is not None
-        self.loss = find_loss_unit(without_attach(trainer), self.checked, self._loss_unit)
+        self.loss = find_loss_unit(without_attach(trainer), self.checked)
         self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:

@@ -152,7 +152,6 @@ ATTACH = [
     ("trainer", lambda of: hfp.attach(of(type("More", (SFTTrainer,), {"__module__": "trl.experimental"})), BUDGET)),
     ("batching", lambda of: hfp.attach(of(), 64)),
     ("loss", lambda of: hfp.attach(of(), BUDGET, loss="mean")),
-    ("loss_unit", lambda of: hfp.attach(of(), BUDGET, loss_unit="rows")),
     ("trainer.model: prove", lambda of: hfp.attach(of(), BUDGET, prove=True)),
     ("share_prefixes", lambda of: hfp.attach(of(), BUDGET, share_prefixes=True)),
     ("dataset", lambda of: hfp.attach(of(), hfp.BucketBatches(64))),
@@ -218,11 +217,6 @@ def with_lengths(data):
     return data.add_column("seq_lengths", [[1]] * ROWS)
 
 
-def of_kind(of, kind):
-    stock = of.of_rows()
-    return of.noted(kind(stock.model, stock.args, train_dataset=stock.train_dataset, data_collator=stock.data_collator))
-
-
 def comparing_rows(of):
     return of.of_rows(on={"compute_loss_func": lambda outputs, *_, **__: outputs.logits.var(0).sum()})
 
@@ -264,20 +258,17 @@ WHOLE_ROWS = [
     ("max_patches", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, max_patches=8))),
     ("overflow", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, overflow="split"))),
     ("batching", lambda of: hfp.attach(of.of_rows(), hfp.BucketBatches(160))),
-    ("loss_unit", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
+    ("trainer", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
     ("loss", lambda of: hfp.attach(of.of_rows(), WHOLE, loss="sequence")),
     ("tokens", lambda of: hfp.attach(of.of_rows(), WHOLE, tokens=160, max_segments=9)),
     ("trainer", lambda of: hfp.attach(overflowing(of), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda _: None), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.to_iterable_dataset()), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, with_lengths), WHOLE)),
-    ("loss_unit", lambda of: hfp.attach(of_kind(of, OwnLoss), WHOLE, loss_unit="tokens")),
-    ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
-    ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
-    ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
+    ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
     *(
         (name, lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
-        for name, losses in (("loss_unit", ["sigmoid", "sft"]), ("loss_type", ["aot"]))
+        for name, losses in (("trainer", ["sigmoid", "sft"]), ("loss_type", ["aot"]))
     ),
     ("max_length", lambda of: hfp.attach(precomputing(of), hfp.TokenBudget(400))),
     *(
