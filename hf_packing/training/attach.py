@@ -275,10 +275,4 @@ def _subclass_with(methods: Any, kind: Any) -> Any:
     if kind is Trainer:
         return methods
     name = methods.__name__.removesuffix("Trainer") + kind.__name__
-    own = {"__module__": methods.__module__, "__reduce__": lambda trainer: (_made_of, (methods, kind), vars(trainer))}
-    return type(name, (methods, kind), own)
-
-
-def _made_of(methods: Any, kind: Any) -> Any:
-    """Return an empty trainer, as pickle makes it: it finds no class that attach has made by its name."""
-    return object.__new__(_subclass_with(methods, kind))
+    return type(name, (methods, kind), {"__module__": methods.__module__})

@@ -1,7 +1,6 @@
 """attach on one process: what it changes and leaves alone, checkpoints, and batches of fixed shapes."""
 
 import copy
-import pickle
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import GradientState
 from aligned_layers import with_aligned_layers
 from documents_to_mask import hidden
 from patched_models import patched, patched_once, patched_tiny
@@ -101,18 +99,6 @@ def test_training_in_evaluation_mode(tmp_path):
     changes = {"gradient_accumulation_steps": 2}
     found = [logged(attached(tmp_path, kind=kind, **changes)) for kind in (Trainer, InEvaluationMode)]
     assert found[0] == found[1]
-
-
-class OwnTrainer(Trainer):
-    """Where pickle finds it."""
-
-
-def test_a_trainer_of_the_users_own_can_be_pickled(tmp_path):
-    GradientState._reset_state()  # has weak references to loaders of earlier trainings, which cannot be pickled
-    trainer = attached(tmp_path, kind=OwnTrainer)
-    pickled = pickle.loads(pickle.dumps(trainer))
-    assert type(pickled) is type(trainer)
-    assert logged(pickled) == logged(trainer)
 
 
 def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
