@@ -5,7 +5,7 @@ has no batch_size. Otherwise accelerate would assume that all batches have the s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -251,7 +251,8 @@ class RankBatchSampler:
         return {
             "plans": _PLANS_VERSION,
             "shuffles_of_numpy": shuffles_of_numpy(),
-            "batching": repr(self.batching),
+            "batching": type(self.batching).__name__,
+            **{each.name: repr(getattr(self.batching, each.name)) for each in fields(self.batching)},
             "dataset": self.sizes.fingerprint,
             _ROWS: str(self.sizes),
             SLOTS: self.epoch.slots,
@@ -268,14 +269,9 @@ class RankBatchSampler:
         for name, value in inputs.items():
             if name == _ROWS or saved.get(name) == value:
                 continue
-            was, got = repr(saved.get(name)), repr(value)
+            was, got = saved.get(name), value
             if name == "dataset":
                 was, got = (f"{each.get(_ROWS, 'rows')} with the digest {each[name]}" for each in (saved, inputs))
-            if name == "batching":
-                arguments = [text.split(", ") for text in (saved[name], str(value))]
-                was, got = (
-                    ", ".join(each for each in one if each not in other) for one, other in (arguments, arguments[::-1])
-                )
             raise PackingError(
                 f"{name}: expected {was}, as when the checkpoint was saved, got {got}; resuming would go on with other "
                 "batches, with some rows twice and others not at all"
