@@ -318,7 +318,9 @@ def rows_to_sample(num_rows: int, most: int = 256) -> IntArray:
 
 
 def _sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(_sample_of(row[name]) for name in _SAMPLED for row in rows if name in row)
+    return b"".join(
+        _sample_of(row[name]) for name in _SAMPLED for row in rows if isinstance(row, Mapping) and name in row
+    )
 
 
 def _sample_of(values: Any) -> bytes:

@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 import datasets
+import numpy as np
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
@@ -22,7 +23,7 @@ from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import check_type, expect
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, total_of
+from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import refuse_lost_first_labels
 from hf_packing.rows.token_columns import TokenColumn, row_numbers
 from hf_packing.training.losses import Loss
@@ -238,23 +239,28 @@ def refuse_cut_documents(trainer: Trainer, name: str, dataset: Any) -> None:
         )
 
 
-def lost_pairs(trainer: Trainer, dataset: Any, collated: int) -> tuple[int, int]:
+def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
     """Count the pairs that DPOTrainer and RewardTrainer drop because of max_length, and the tokens that are lost.
 
     Args:
         trainer: any trainer.
-        dataset: its training dataset, whose table still has the pairs that were dropped.
-        collated: the number of tokens that the collator makes of the other pairs.
+        dataset: its training dataset.
 
     Returns:
         The number of dropped pairs, and the number of tokens in them and in the cut-off ends of other pairs.
     """
+    limit = getattr(trainer.args, "max_length", None)
     names = dataset.data.column_names if isinstance(dataset, datasets.Dataset) else ()
-    if getattr(trainer.args, "max_length", None) is None or _CHOSEN not in names:
+    if limit is None or _CHOSEN not in names:
         return 0, 0
-    sides = [name for name in (_PROMPT, _CHOSEN, _PROMPT, _REJECTED) if name in names]
-    tokens = sum(total_of(_lengths(dataset, name)) for name in sides)
-    return dataset.data.num_rows - len(dataset), tokens - collated
+    prompt = _lengths(dataset, _PROMPT) if _PROMPT in names else 0
+    tokens = np.stack([prompt + _lengths(dataset, name) for name in (_CHOSEN, _REJECTED)])
+    if _PROMPT not in names:
+        dropped = (tokens > limit).any(0)
+    else:
+        dropped = (prompt >= limit) & (trainer.args.truncation_mode == "keep_start") & (not cuts_in_collator())
+    kept = np.where(dropped, 0, np.minimum(tokens, limit))
+    return int(dropped.sum()), int((tokens - kept).sum())
 
 
 def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:

@@ -16,7 +16,6 @@ from hf_packing.attention import ProveInTraining, inner_model, is_patched, tempo
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import expect
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import total_of
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
@@ -312,6 +311,5 @@ class AttachedRows(Attached):
 
     def summary(self, trainer: Trainer) -> EpochSummary:
         summary: EpochSummary = super().summary(trainer)
-        collated = total_of(self.source.sampler.sizes.tokens)
-        dropped, lost = lost_pairs(trainer, trainer.train_dataset, collated)
+        dropped, lost = lost_pairs(trainer, trainer.train_dataset)
         return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)
