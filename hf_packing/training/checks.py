@@ -155,11 +155,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     expect(False, "since every rank reads its own batches", dispatch_batches=bool(accelerator.dispatch_batches))
     expect(False, "since accelerate would split every planned batch", split_batches=accelerator.split_batches)
-    if not accelerator.gradient_state.sync_with_dataloader:
-        raise PackingError(
-            "sync_with_dataloader: expected True, got False; no optimizer step would use the gradients of an epoch's "
-            "last micro-batches"
-        )
+    last = "so that an optimizer step uses the gradients of the last micro-batches of an epoch"
+    expect(True, last, sync_with_dataloader=accelerator.gradient_state.sync_with_dataloader)
     for size in ("cp_size", "sp_size"):
         if (ranks := getattr(accelerator.parallelism_config, size, 1)) > 1:
             raise PackingError(

@@ -506,9 +506,9 @@ def check_step(
             raise PackingError("batch: expected a packed batch beside a model, got None")
         return prove_step(LoopCase(of, batch, PackingCollator(not predicts_next(of)), loss))
     state = getattr(of, "attached", None)
-    if state is None or loss is not None:
-        what = "a trainer after attach" if state is None else "no function beside a trainer, which computes its loss"
-        raise PackingError(f"{'of' if state is None else 'loss'}: expected {what}, got {type(of).__name__}")
+    if state is None:
+        raise PackingError(f"of: expected a trainer after attach, or a patched model, got {type(of).__name__}")
+    expect(None, "beside a trainer, which computes its loss", loss=loss)
     if hasattr(state, "source"):
         expect(None, "for a trainer whose batches attach has planned, whose next rows make the step", batch=batch)
     model = prepared_model(of.accelerator, of.model)
