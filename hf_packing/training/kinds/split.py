@@ -20,7 +20,7 @@ from hf_packing.checks import expect
 from hf_packing.columns import IGNORED_LABEL, LABELS, MAX_LENGTHS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_groups, offsets_of, total_of
-from hf_packing.planning.rank_layout import LayoutCounts, RankLayout, RowPart, lay_out, plan_exchange
+from hf_packing.planning.rank_layout import LayoutCounts, RankLayout, RowPart, lay_out
 from hf_packing.sampling.batching import Batching, EpochPlan
 from hf_packing.sampling.sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
@@ -137,7 +137,6 @@ class RowsOnRanks:
             ranks=self.ranks,
             split=sum(layout.num_split for layout in layouts),
             utilization=parts.utilization(self.budget.cost(tokens, attention)),
-            received_per_token=sum(plan_exchange(each).num_received for each in layouts) / total_of(tokens[~is_copy]),
         )
         return parts, RowSizes(tokens, np.ones_like(tokens), attention), counts
 
