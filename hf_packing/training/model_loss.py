@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_packing.attention import (
     ALIGNED,
@@ -151,11 +152,16 @@ def predicts_next(model: nn.Module) -> bool:
     Otherwise, the logits predict the token at the same position, as in masked language models.
 
     Raises:
-        PackingError: the model's own loss does not show it.
+        PackingError: the model's own loss does not show it, nor the name of its class if the model is not in memory.
     """
     if (known := own_loss_of(model)) is not None:
         return known.predicts_next
     inner = inner_model(model)
+    names = set() if has_local_weights(model) else {base.__name__ for base in type(inner).__mro__}
+    if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return True
+    if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
+        return False
     raise PackingError(
         f"model: expected a causal or a masked language model that returns a loss of its logits if it gets input_ids "
         f"and labels alone, got {type(inner).__name__}{_KNOWN[inner][2]}; {NoLanguageModelError.SUPPORTED}. To train a "

@@ -306,8 +306,8 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
 @pytest.mark.parametrize(
     ("kind", "argument", "other"),
     [
-        ("documents", "batching", {"batching": hfp.TokenBudget(72)}),
-        ("trees", "batching", {"batching": hfp.TokenBudget(96)}),
+        ("documents", "max_tokens", {"batching": hfp.TokenBudget(72)}),
+        ("trees", "share_prefixes", {"batching": hfp.TokenBudget(96)}),
         ("stream", "loss", {"loss": "sequence"}),
     ],
 )
