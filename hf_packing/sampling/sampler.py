@@ -28,9 +28,6 @@ arguments. Training then refuses to resume from older checkpoints."""
 SLOTS = "ranks x gradient_accumulation_steps"
 """Name of the number of micro-batches in an optimizer step, over all ranks, in checkpoints and messages."""
 
-_ROWS = "rows"
-"""Name of the numbers of rows and tokens in checkpoints. Only messages read them; the digest of the dataset decides."""
-
 
 @dataclass(frozen=True)
 class EpochSummary:
@@ -253,8 +250,7 @@ class RankBatchSampler:
             "shuffles_of_numpy": shuffles_of_numpy(),
             "batching": type(self.batching).__name__,
             **{each.name: repr(getattr(self.batching, each.name)) for each in fields(self.batching)},
-            "dataset": self.sizes.fingerprint,
-            _ROWS: str(self.sizes),
+            "dataset": f"{self.sizes} with the digest {self.sizes.fingerprint}",
             SLOTS: self.epoch.slots,
             **self.more_inputs,
         }
@@ -265,14 +261,9 @@ class RankBatchSampler:
         Args:
             saved: the values that `plan_inputs` returned when the checkpoint was saved.
         """
-        inputs = self.plan_inputs()
-        for name, value in inputs.items():
-            if name == _ROWS or saved.get(name) == value:
-                continue
-            was, got = saved.get(name), value
-            if name == "dataset":
-                was, got = (f"{each.get(_ROWS, 'rows')} with the digest {each[name]}" for each in (saved, inputs))
-            raise PackingError(
-                f"{name}: expected {was}, as when the checkpoint was saved, got {got}; resuming would go on with other "
-                "batches, with some rows twice and others not at all"
-            )
+        for name, value in self.plan_inputs().items():
+            if saved.get(name) != value:
+                raise PackingError(
+                    f"{name}: expected {saved.get(name)}, as when the checkpoint was saved, got {value}; resuming would "
+                    "go on with other batches, with some rows twice and others not at all"
+                )
