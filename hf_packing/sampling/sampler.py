@@ -264,6 +264,6 @@ class RankBatchSampler:
         for name, value in self.plan_inputs().items():
             if saved.get(name) != value:
                 raise PackingError(
-                    f"{name}: expected {saved.get(name)}, as when the checkpoint was saved, got {value}; resuming would "
-                    "go on with other batches, with some rows twice and others not at all"
+                    f"{name}: expected {saved.get(name)}, as when the checkpoint was saved, got {value}; resuming "
+                    "would go on with other batches, with some rows twice and others not at all"
                 )
