@@ -145,14 +145,11 @@ class LayoutCounts:
     utilization: float
     """Mean work over ranks / maximum over ranks, averaged over micro-batches; 1 if no rank waits. Work is the time of
     all layers, or the number of tokens with balance="tokens"."""
-    received_per_token: float
-    """Mean number of tokens that ranks get from each other for each token that is trained on, in an attention layer
-    without a window."""
 
     def __str__(self) -> str:
         return (
             f"blocks of {self.ranks} ranks: {self.split:,} documents are on several of them; utilization of the ranks "
-            f"{self.utilization:.1%} by work; {self.received_per_token:.2f} tokens received for each token"
+            f"{self.utilization:.1%} by work"
         )
 
 

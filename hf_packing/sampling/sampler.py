@@ -5,7 +5,7 @@ has no batch_size. Otherwise accelerate would assume that all batches have the s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,6 @@ arguments. Training then refuses to resume from older checkpoints."""
 
 SLOTS = "ranks x gradient_accumulation_steps"
 """Name of the number of micro-batches in an optimizer step, over all ranks, in checkpoints and messages."""
-
-_ROWS = "rows"
-"""Name of the numbers of rows and tokens in checkpoints. Only messages read them; the digest of the dataset decides."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +248,9 @@ class RankBatchSampler:
         return {
             "plans": _PLANS_VERSION,
             "shuffles_of_numpy": shuffles_of_numpy(),
-            "batching": repr(self.batching),
-            "dataset": self.sizes.fingerprint,
-            _ROWS: str(self.sizes),
+            "batching": type(self.batching).__name__,
+            **{each.name: repr(getattr(self.batching, each.name)) for each in fields(self.batching)},
+            "dataset": f"{self.sizes} with the digest {self.sizes.fingerprint}",
             SLOTS: self.epoch.slots,
             **self.more_inputs,
         }
@@ -264,19 +261,9 @@ class RankBatchSampler:
         Args:
             saved: the values that `plan_inputs` returned when the checkpoint was saved.
         """
-        inputs = self.plan_inputs()
-        for name, value in inputs.items():
-            if name == _ROWS or saved.get(name) == value:
-                continue
-            was, got = repr(saved.get(name)), repr(value)
-            if name == "dataset":
-                was, got = (f"{each.get(_ROWS, 'rows')} with the digest {each[name]}" for each in (saved, inputs))
-            if name == "batching":
-                arguments = [text.split(", ") for text in (saved[name], str(value))]
-                was, got = (
-                    ", ".join(each for each in one if each not in other) for one, other in (arguments, arguments[::-1])
+        for name, value in self.plan_inputs().items():
+            if saved.get(name) != value:
+                raise PackingError(
+                    f"{name}: expected {saved.get(name)}, as when the checkpoint was saved, got {value}; resuming "
+                    "would go on with other batches, with some rows twice and others not at all"
                 )
-            raise PackingError(
-                f"{name}: expected {was}, as when the checkpoint was saved, got {got}; resuming would go on with other "
-                "batches, with some rows twice and others not at all"
-            )

@@ -318,7 +318,9 @@ def rows_to_sample(num_rows: int, most: int = 256) -> IntArray:
 
 
 def _sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(_sample_of(row[name]) for name in _SAMPLED for row in rows if name in row)
+    return b"".join(
+        _sample_of(row[name]) for name in _SAMPLED for row in rows if isinstance(row, Mapping) and name in row
+    )
 
 
 def _sample_of(values: Any) -> bytes:
@@ -348,7 +350,7 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
         dataset: a map-style dataset.
         sizes: sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
     """
-    content = sizes.sample or _content_of(dataset, len(sizes))
+    content = sizes.sample or content_of(dataset, len(sizes))
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return DataFacts(
         rows=str(sizes),
@@ -357,7 +359,7 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
     )
 
 
-def _content_of(dataset: Any, rows: int) -> bytes:
+def content_of(dataset: Any, rows: int) -> bytes:
     """Return a few rows as bytes: those that a Dataset stores, before any transform; or nothing, if rows change."""
     numbers = rows_to_sample(rows, _READ_TWICE).tolist()
     if isinstance(dataset, datasets.Dataset):

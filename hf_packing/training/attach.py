@@ -25,11 +25,9 @@ from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_ste
 from hf_packing.training.checks import check_trainer, classes_of_trl
 from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.leveling import Leveling, check_can_level
-from hf_packing.training.loss_unit import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.sources import check_columns
 from hf_packing.training.state import AttachedBatches, AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.step_cases import without_attach
 from hf_packing.training.streams import StreamSummary
@@ -60,7 +58,6 @@ def attach(
     batching: Batching,
     *,
     loss: Loss | None = ...,
-    loss_unit: str | None = ...,
     match_documents_per_step: int | None = ...,
     prove: ProveInTraining = ...,
     tokens: int | None = ...,
@@ -71,7 +68,6 @@ def attach(
     batching: Batching | None,
     *,
     loss: Loss | None = None,
-    loss_unit: str | None = None,
     match_documents_per_step: int | None = None,
     prove: ProveInTraining = "first batch",
     tokens: int | None = None,
@@ -108,9 +104,6 @@ def attach(
         batching: a TokenBudget or a BucketBatches; None to keep the trainer's own batches.
         loss: "token", the default, for the mean over all trainable tokens of an optimizer step; "sequence" to average
             first within each document of the step, then over documents.
-        loss_unit: what the trainer's own loss is a mean of, where rows stay whole: "rows", "labeled rows", "labeled
-            tokens", "labeled tokens but the first", "completion tokens" or "tokens of chosen completions". It is
-            checked on a few rows. None to find it by trial.
         match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the number of a
             run without packing to get as many steps per epoch. With None, the batching decides.
         prove: "first batch" to prove isolation on the first batch, before the first optimizer step, and print a line
@@ -157,7 +150,7 @@ def attach(
     of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
     if batching is None:
         stock = "if batching is None, since the trainer then makes its own batches"
-        expect(None, stock, **of_packed_rows, loss_unit=loss_unit, match_documents_per_step=match_documents_per_step)
+        expect(None, stock, **of_packed_rows, match_documents_per_step=match_documents_per_step)
         expect(None, f"{stock}; pass the model", model_init=getattr(trainer, "model_init", None))
         fewest_shared = check_fewest_shared(share_prefixes)
         if level:
@@ -185,14 +178,11 @@ def attach(
         if is_whole:
             expect(None, "for rows that stay whole, of which the trainer computes its own loss", **of_packed_rows)
             check_trainer(plain, None)
-            _check_keeps_rows(plain, complete, loss_unit)
-            return AttachedRows(plain, complete, prove, loss_unit, planned_from)
-        expect(None, "for a language model, whose loss is a mean over labeled tokens; pass loss=", loss_unit=loss_unit)
+            _check_keeps_rows(plain, complete)
+            return AttachedRows(plain, complete, prove, planned_from)
         of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
-        state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
-        check_columns("attach", plain.train_dataset, state.reading.takes)
-        return state
+        return AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
 
     state = on_all_ranks(plan)
     if (ranks := ranks_of(state.batching)) > 1:
@@ -232,16 +222,14 @@ def _has_pictures(dataset: Any) -> bool:
     return isinstance(names, (list, Mapping)) and not _PICTURES.isdisjoint(names)
 
 
-def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) -> None:
-    """Refuse a trainer, a batching or a unit that does not work with whole rows."""
+def _check_keeps_rows(trainer: Trainer, batching: Any) -> None:
+    """Refuse a trainer or a batching that does not work with whole rows."""
     kind, model = type(trainer).__name__, type(inner_model(trainer.model)).__name__
     whole = f"for {kind} with {model}, whose rows stay whole"
     accepted = f"a TokenBudget {whole}, or None, to keep the trainer's batches and take out their padding"
     check_type("batching", batching, TokenBudget, accepted)
     expect(None, whole, length_schedule=batching.length_schedule, max_length=batching.max_length)
     expect(1, whole, align_tokens=batching.align_tokens, max_ranks_per_document=ranks_of(batching))
-    if loss_unit not in (None, *UNITS):
-        raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
     if found := _SORTING.intersection(getattr(trainer, "loss_types", ())):
         raise PackingError(
             f"loss_type: expected a loss that is a mean over pairs, got {min(found)!r}, which sorts the pairs of a "
@@ -288,10 +276,4 @@ def _subclass_with(methods: Any, kind: Any) -> Any:
     if kind is Trainer:
         return methods
     name = methods.__name__.removesuffix("Trainer") + kind.__name__
-    own = {"__module__": methods.__module__, "__reduce__": lambda trainer: (_made_of, (methods, kind), vars(trainer))}
-    return type(name, (methods, kind), own)
-
-
-def _made_of(methods: Any, kind: Any) -> Any:
-    """Return an empty trainer, as pickle makes it: it finds no class that attach has made by its name."""
-    return object.__new__(_subclass_with(methods, kind))
+    return type(name, (methods, kind), {"__module__": methods.__module__})

@@ -73,10 +73,6 @@ _BY_PACKED_ROWS: _Expected = {
     "predict_with_generate": (False, "evaluation batches are packed rows; generate from prompts after evaluate()"),
 }
 
-_BY_DOCUMENT_MEANS: _Expected = {
-    "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
-}
-
 
 def classes_of_trl(kind: type[Any]) -> list[type[Any]]:
     """Return a class of a trainer and its bases, as far as TRL defines them."""
@@ -139,8 +135,7 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             f"n_gpu: expected 1 GPU for each process, got {trainer.args.n_gpu}, since nn.DataParallel would split "
             "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
         )
-    by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
-    for name, (value, why) in (_BY_PLANS | by_loss[loss]).items():
+    for name, (value, why) in (_BY_PLANS | ({} if loss is None else _BY_PACKED_ROWS)).items():
         given = getattr(trainer.args, name, value)
         if given is not None and given != value:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
@@ -160,11 +155,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     expect(False, "since every rank reads its own batches", dispatch_batches=bool(accelerator.dispatch_batches))
     expect(False, "since accelerate would split every planned batch", split_batches=accelerator.split_batches)
-    if not accelerator.gradient_state.sync_with_dataloader:
-        raise PackingError(
-            "sync_with_dataloader: expected True, got False; no optimizer step would use the gradients of an epoch's "
-            "last micro-batches"
-        )
+    last = "so that an optimizer step uses the gradients of the last micro-batches of an epoch"
+    expect(True, last, sync_with_dataloader=accelerator.gradient_state.sync_with_dataloader)
     for size in ("cp_size", "sp_size"):
         if (ranks := getattr(accelerator.parallelism_config, size, 1)) > 1:
             raise PackingError(

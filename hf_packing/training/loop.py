@@ -37,7 +37,7 @@ from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import save_with
-from hf_packing.training.sources import Reading, Source, check_columns, open_source
+from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_cases import LoopCase
 from hf_packing.training.streams import StreamLoader
 
@@ -130,7 +130,6 @@ def prepare_dataloader(
             loss=check_choice("loss", loss, Loss),
         )
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
-        check_columns("prepare_dataloader", dataset, reading.takes)
         return balanced, source, collator_for(model, *shapes, balanced.align_tokens)
 
     balanced, source, collator = on_all_ranks(plan)

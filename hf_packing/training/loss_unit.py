@@ -56,13 +56,15 @@ _FEW = 2**20
 """The most numbers in the gradients that are compared: those of the smallest parameters."""
 
 
-def find_loss_unit(trainer: Trainer, checked: CheckedRows, named: str | None) -> str:
+def find_loss_unit(trainer: Trainer, checked: CheckedRows) -> str:
     """Return the unit over which a trainer averages its loss, a key of UNITS: the one that fits best.
 
     Args:
         trainer: a copy of the trainer without attach, whose models are patched.
         checked: batches of a few rows of the training dataset.
-        named: the unit that the user has named; None if there is none.
+
+    Raises:
+        PackingError: the loss is a mean of none of them, or cannot be computed.
     """
     model = trainer.model
     what = f"{type(trainer).__name__} with {type(inner_model(model)).__name__}"
@@ -78,22 +80,18 @@ def find_loss_unit(trainer: Trainer, checked: CheckedRows, named: str | None) ->
     most, most_of_gradients = _CLOSE.get(next(inner_model(model).parameters()).dtype, _CLOSE_IN_HALF)
     most *= max(map(abs, (together.loss, *losses)))
     fitting: dict[str, float] = {}
-    for unit in dict.fromkeys([*([named] if named else []), *_units_of(checked.whole)]):
+    for unit in _units_of(checked.whole):
         counts = [float(UNITS[unit](*part)) for part in checked.parts]
         shares = [count / max(sum(counts), 1) for count in counts]
         mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         apart = _apart(together, steps, shares)
         if len(counts) == 1 or (all(counts) and abs(mean - together.loss) <= most and apart <= most_of_gradients):
             fitting[unit] = apart
-    best = min(fitting, key=fitting.__getitem__, default=None)
-    unit = named or best or ""
-    if unit in fitting and fitting[unit] <= 2 * min(fitting.values()) + most_of_gradients / 100:
-        return unit
-    expected = f"one of {', '.join(UNITS)}" if named is None else f"another unit than {named!r}"
-    fits = f"; {best!r} fits better" if best else ""
+    if fitting:
+        return min(fitting, key=fitting.__getitem__)
     raise PackingError(
-        f"loss_unit: expected {expected}, of which the loss of {what} is a mean, but it is {together.loss} on some "
-        f"rows, and {' and '.join(map(str, losses))} on parts of them{fits}. Its gradient would depend on which rows "
+        f"trainer: expected a loss that is a mean over {', '.join(UNITS)}, but that of {what} is {together.loss} on "
+        f"some rows, and {' and '.join(map(str, losses))} on parts of them. Its gradient would depend on which rows "
         "share a micro-batch, as that of a loss which reads padding does. attach(trainer, None) keeps the trainer's "
         "batches, and takes out their padding"
     )

@@ -35,7 +35,7 @@ TARGETS, WEIGHTS = "packed_targets", "packed_weights"
 
 COUNTS = "packed_counts"
 """Key of an entry that is added to batches of whole rows, int64 [4]: their counts of rows that are no copies, which are
-the documents; and to parts of rows on several ranks: the counts of the part."""
+the documents; and to parts of rows on several ranks."""
 
 
 def exact_type(device: torch.device) -> torch.dtype:

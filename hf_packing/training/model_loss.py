@@ -6,7 +6,7 @@ the place of the cross-entropy, wherever the model computes one of its logits.
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,8 +129,8 @@ class OwnLoss(NamedTuple):
     """True if the loss depends on num_items_in_batch."""
 
 
-_KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]" = weakref.WeakKeyDictionary()
-"""For each model, the loss function that it had when `own_loss_of` was called, and the result."""
+_KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None, str]]" = weakref.WeakKeyDictionary()
+"""For each model, the loss function that it had when `own_loss_of` was called, the result, and the error."""
 
 
 def own_loss_of(model: nn.Module) -> OwnLoss | None:
@@ -139,9 +139,10 @@ def own_loss_of(model: nn.Module) -> OwnLoss | None:
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in _KNOWN or _KNOWN[inner][0] is not function:
-        _KNOWN[inner] = function, None
-        with suppress(Exception):  # a model may raise anything
-            _KNOWN[inner] = function, _ask(model)
+        try:
+            _KNOWN[inner] = function, _ask(model), ""
+        except Exception as error:  # a model may raise anything
+            _KNOWN[inner] = function, None, f" ({error})"
     return _KNOWN[inner][1]
 
 
@@ -161,17 +162,11 @@ def predicts_next(model: nn.Module) -> bool:
         return True
     if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
         return False
-    failure = None
-    try:
-        _ask(model)  # an error that is kept would keep the model, too
-    except Exception as error:  # as above
-        failure = error
-    why = f" ({failure})" if failure else ""
     raise PackingError(
         f"model: expected a causal or a masked language model that returns a loss of its logits if it gets input_ids "
-        f"and labels alone, got {type(inner).__name__}{why}; {NoLanguageModelError.SUPPORTED}. To train a token "
-        "classifier, use patch_model and a Trainer with PackingCollator(keep_first_labels=True)"
-    ) from failure
+        f"and labels alone, got {type(inner).__name__}{_KNOWN[inner][2]}; {NoLanguageModelError.SUPPORTED}. To train a "
+        "token classifier, use patch_model and a Trainer with PackingCollator(keep_first_labels=True)"
+    )
 
 
 def check_predicts_next(model: nn.Module) -> None:

@@ -1,8 +1,7 @@
 """Find and patch the models of a trainer: the model that is trained, and those that read the same batches, such as a
 teacher or a reference model. `attach(trainer, None)` plans no batches beside, so that only padding is not computed.
 
-Also what is checked of a model that is trained: that it takes the rows of a dataset; and which models get packed rows
-without a patch.
+Also what is checked of a model that is trained: that it takes the rows of a dataset.
 """
 
 import inspect
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention import (
@@ -32,11 +31,9 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice, check_type, expect
-from hf_packing.columns import INPUT_IDS, SEQ_IDX
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import check_labels_are_hidden
-from hf_packing.training.losses import Batch
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.upstream.accelerate import prepared_models
 
@@ -118,8 +115,8 @@ def _named(name: str) -> Iterator[None]:
 def models_of(trainer: Any) -> dict[str, nn.Module]:
     """Return the models that read tokens among the attributes of a trainer, by name, the trained model first.
 
-    What wraps, or is part of, a model that was found before is not another model. Models that are elsewhere, such as in
-    a list or a callback, are found by `watched_for_unpatched` if they read packed rows.
+    What wraps, or is part of, a model that was found before is not another model. Of models that are elsewhere, such as
+    in a list or a callback, the proof of the step shows that they read packed rows.
     """
     check_type("trainer", getattr(trainer, "model", None), nn.Module, "a Trainer with a model")
     found, seen = {"model": trainer.model}, set(trainer.model.modules())
@@ -138,43 +135,6 @@ def _reads_tokens(module: nn.Module) -> bool:
     if models:
         return any("input_ids" in inspect.signature(each.forward).parameters for each in models)
     return any(isinstance(each, nn.Embedding) for each in module.modules())
-
-
-@contextmanager
-def watched_for_unpatched(batch: Batch) -> Iterator[list[str]]:
-    """Context manager that yields a list, to which the classes of models of transformers are added, at the end of the
-    block, that embed a part of a packed batch with a border in it without being patched, whoever holds them."""
-    patched: set[nn.Module] = set()
-    called: list[PreTrainedModel] = []
-    embedded: list[nn.Module] = []
-    found: list[str] = []
-
-    def look(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if module in patched:
-            return
-        if isinstance(module, PreTrainedModel) and is_patched(module):
-            patched.update(module.modules())
-        elif isinstance(module, PreTrainedModel):
-            called.append(module)
-        elif isinstance(module, nn.Embedding) and given and _crosses_a_border(given[0], batch):
-            embedded.append(module)
-
-    with nn.modules.module.register_module_forward_pre_hook(look), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using `torch.compile")  # compiled modules run uncompiled here
-        yield found
-    inside = {each for model in called for each in model.modules() if each is not model}
-    outermost = dict.fromkeys(each for each in called if each not in inside | patched)
-    found += [type(each).__name__ for each in outermost if not {*each.modules()}.isdisjoint(embedded)]
-
-
-def _crosses_a_border(tokens: Tensor, batch: Batch) -> bool:
-    """Return whether tokens are those of some neighbouring places in a packed row, of more than one document."""
-    row, number = batch[INPUT_IDS].flatten(), tokens.numel()
-    if tokens.is_floating_point() or not 1 < number <= len(row):
-        return False
-    document = batch[SEQ_IDX][0] if SEQ_IDX in batch else torch.arange(len(row), device=row.device)
-    of_places = document.unfold(0, number, 1)[(row.unfold(0, number, 1) == tokens.flatten()).all(1)]
-    return len(of_places) > 0 and bool((of_places[:, 0] != of_places[:, -1]).all())
 
 
 def _describe(model: PreTrainedModel) -> str:

@@ -8,7 +8,6 @@ keeps them, or all of them with remove_unused_columns=False.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -28,7 +27,6 @@ from hf_packing.columns import (
     LABELS,
     LOSS_WEIGHTS,
     SEGMENT_COLUMNS,
-    SOURCE,
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
 )
@@ -228,7 +226,7 @@ def open_source(
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
         )
-        known = [INPUT_IDS, LABELS, LOSS_WEIGHTS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS, SOURCE]
+        known = [INPUT_IDS, LABELS, LOSS_WEIGHTS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
         names = [each for each in (*known, *more) if each in streams.features and each not in reading.unread]
         streamed = StreamedRows(
             streams,
@@ -274,31 +272,6 @@ def passed_on(data: Any, takes: Takes) -> list[str]:
     Raises:
         PackingError: a column has one number for each document, and the model or the loss takes it.
     """
-    found = {name: of_tokens for name, of_tokens in _columns_of_numbers(data).items() if takes(name)}
-    for name in (name for name, of_tokens in found.items() if not of_tokens):
-        raise PackingError(
-            f"column {name!r}: expected a number for each token, since the model's forward or compute_loss takes "
-            "this column, got one for each document, which has no place in a packed row. Repeat it, as in "
-            f"dataset.map(lambda row: {{{name!r}: [row[{name!r}]] * len(row['input_ids'])}}), or remove it"
-        )
-    return [*found]
-
-
-def check_columns(who: str, data: Any, takes: Takes) -> None:
-    """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on."""
-    columns = _columns_of_numbers(data)
-    if left_out := sorted(name for name in columns if columns[name] and not takes(name)):
-        way_out = " To read them in compute_loss, set remove_unused_columns=False" if who == "attach" else ""
-        warnings.warn(
-            f"{who} leaves out the columns {', '.join(left_out)}, since no argument of the model's forward has this "
-            f"name.{way_out}",
-            stacklevel=3,
-        )
-
-
-def _columns_of_numbers(data: Any) -> dict[str, bool]:
-    """Return which columns have numbers that packing does not know, and whether each has one for each token (True) or
-    one for each document (False)."""
     if isinstance(data, datasets.IterableDataset):
         data = data.features or data
     elif shows_table(data):
@@ -309,11 +282,14 @@ def _columns_of_numbers(data: Any) -> dict[str, bool]:
         row: Any = next(iter(data), {})
         values = row.items() if isinstance(row, Mapping) else ()
         found = [(name, numbers_in(value) is not None, _is_one_number(value)) for name, value in values]
-    return {
-        name: of_tokens
-        for name, of_tokens, of_documents in found
-        if name not in KNOWN_COLUMNS and (of_tokens or of_documents)
-    }
+    taken = [each for each in found if each[0] not in KNOWN_COLUMNS and takes(each[0])]
+    for name in (name for name, _, is_of_documents in taken if is_of_documents):
+        raise PackingError(
+            f"column {name!r}: expected a number for each token, since the model's forward or compute_loss takes "
+            "this column, got one for each document, which has no place in a packed row. Repeat it, as in "
+            f"dataset.map(lambda row: {{{name!r}: [row[{name!r}]] * len(row['input_ids'])}}), or remove it"
+        )
+    return [name for name, is_of_tokens, _ in taken if is_of_tokens]
 
 
 def _is_one_number(value: Any) -> bool:

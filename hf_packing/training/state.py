@@ -173,15 +173,14 @@ class AttachedPacks(Attached):
                 "mlm=True; pass mlm=False"
             )
         sft_trainer = sft_trainer_of(trainer)
-        self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
-        """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
+        is_of_trl = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
+        self.sums_log_probs = is_of_trl and trainer.args.loss_type == "nll"
+        """True if SFTTrainer computes the cross-entropy: of log-probabilities, without logits."""
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self._compares = False
-        self.unwatched = {True, False}
-        """The modes, training or not, in which models that are not patched may still read a packed batch."""
         self.source = open_source(
             "train_dataset",
             data,
@@ -260,28 +259,15 @@ class AttachedPacks(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove, ranks_of(self.batching))
-        proves = self.prove == "first batch" or ranks_of(self.batching) > 1
+        proves = self.prove == "first batch" or ranks_of(self.batching) > 1 or self.source.shares_prefixes
         self.first_batch_proof = FirstBatchProof() if proves else None
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)
 
     def _check_rows(self, trainer: Trainer, source: Source) -> None:
-        """Check that the model takes the rows, and that the loss can be that of rows of trees and of rows on several
-        ranks: the cross-entropy."""
+        """Check that the model takes the rows."""
         check_takes_rows(trainer.model, source, self.batching, (self.collator.tokens, self.collator.max_segments))
-        if not source.shares_prefixes and ranks_of(self.batching) == 1:
-            return
-        args = trainer.args
-        is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel
-        computes = args.loss_type == "nll" if self.sums_log_probs else self.kind.compute_loss is Trainer.compute_loss
-        if not is_stock or not computes:
-            raise PackingError(
-                "trainer: expected the cross-entropy as the loss for documents that share prefixes or are on several "
-                f"ranks, which attach computes, but {self.kind.__name__} has a compute_loss, compute_loss_func, "
-                "label_smoothing_factor, loss_type or use_liger_kernel of its own; train without share_prefixes and "
-                "max_ranks_per_document"
-            )
 
 
 class AttachedRows(Attached):
@@ -295,12 +281,10 @@ class AttachedRows(Attached):
         trainer: Trainer,
         batching: Batching,
         prove: ProveInTraining,
-        loss_unit: str | None,
         planned_from: PlannedFrom,
     ) -> None:
         """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
-        self._loss_unit = loss_unit
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers
@@ -322,7 +306,7 @@ class AttachedRows(Attached):
         self.first_batch_proof = FirstBatchProof() if self.prove == "first batch" else None
         self.checked = self.source.collate_parts()
         assert self.checked is not None
-        self.loss = find_loss_unit(without_attach(trainer), self.checked, self._loss_unit)
+        self.loss = find_loss_unit(without_attach(trainer), self.checked)
         self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:

@@ -17,7 +17,7 @@ The file step_cases has the ways in which trainers and loops make such steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ class StepReport:
     """
 
     problem: str
-    """The difference, and what is known of its cause; empty if there is none."""
+    """The difference, and what to look for; empty if there is none."""
     loss: float
     """The loss of the packed step."""
     unpacked_loss: float
@@ -87,6 +87,8 @@ class StepCase(ABC):
     """Two ways to compute the loss of a step."""
 
     runner: StepRunner
+    hint = ""
+    """What to look for if the steps differ."""
 
     @abstractmethod
     def choose(self, without_padding: bool) -> Any:
@@ -103,14 +105,6 @@ class StepCase(ABC):
     @abstractmethod
     def sizes(self, of: Any) -> tuple[int, int, int]:
         """Return the numbers of documents or rows, of their tokens, and of what the loss is a mean of."""
-
-    def unpatched(self, of: Any) -> str:  # noqa: ARG002
-        """Return which models read the packed batch without being patched; an empty text if there are none."""
-        return ""
-
-    def replaced(self, of: Any, numbers: Collection[int]) -> Any:  # noqa: ARG002
-        """Return what the step is made of with other documents in the place of some; None if this is not known."""
-        return None
 
     def whole(self) -> Any:
         """Return the documents of a whole batch, in a list; None if their order is not tried."""
@@ -140,12 +134,9 @@ def prove_step(case: StepCase, training: bool = True) -> StepReport:
                     note = ", whose loss changes with padding"
         if on_any_rank(steps.noise > _CHAOS):
             note, compared = f", whose loss changes by {steps.noise:.0%} with rounding", False
-        if not compared:
-            problem = case.unpatched(steps.made_of)
-        elif steps.differ:
-            problem = steps.describe()
-        else:
-            problem = _effect_of_order(case)
+        problem = ""
+        if compared:
+            problem = steps.describe() if steps.differ else _effect_of_order(case)
     documents, tokens, _ = case.sizes(steps.made_of)
     return StepReport(
         problem=problem,
@@ -181,15 +172,6 @@ def _effect_of_order(case: StepCase) -> str:
     )
 
 
-def refuse_unpatched(case: StepCase, training: bool) -> None:
-    """Raise PackingError if the packed step has models that read its batch without being patched."""
-    of = case.choose(without_padding=False)
-    with case.runner.undisturbed(training):
-        names = case.unpatched(of)
-    if names:
-        raise PackingError(f"compute_loss: expected patched models; {names}")
-
-
 class _Steps:
     """The same step, packed and unpacked.
 
@@ -218,7 +200,7 @@ class _Steps:
         return self.differ
 
     def describe(self) -> str:
-        """Return how the steps differ, and what is known of the cause. All ranks make the same calls."""
+        """Return how the steps differ, and what to look for. All ranks make the same calls."""
         found, packed, unpacked, text = self.difference, self.packed.gradients, self.unpacked.gradients, []
         if found.loss_differs:
             text.append(f"the loss is {self.packed.loss:.6g}, but {self.unpacked.loss:.6g} unpacked")
@@ -232,28 +214,9 @@ class _Steps:
                 f"the gradients of {len(found.differ)} of {len(unpacked)} parameters differ, by up to "
                 f"{found.largest:.2g} of their size, the first of them {found.differ[0]}"
             )
-        if unpatched := self.case.unpatched(self.made_of):
-            text.append(unpatched)
-        is_additive = self._is_additive()
-        if is_additive is False:
-            text.append("the packed loss reads across documents: replacing one changes the loss of another")
-        elif is_additive and found.loss_differs:
-            text.append(
-                "the tokens of no document change the loss of another, so documents have other weights: a mean for "
-                "each one (take loss='sequence' and no compute_loss of your own), or weights by places in the row or "
-                "by labels of others (take places from position_ids, which begin anew in each document)"
-            )
+        if self.case.hint and text:
+            text.append(self.case.hint)
         return "; ".join(text) or "the steps differ on another rank"
-
-    def _is_additive(self) -> bool | None:
-        """Return whether the packed loss is a sum over documents: whether replacing one of two changes it by as much,
-        whether or not the other one is replaced. None if this is not known."""
-        variants = [self.case.replaced(self.made_of, numbers) for numbers in ((), (0,), (1,), (0, 1))]
-        if on_any_rank(None in variants):
-            return None
-        as_it_is, first, second, both = (self.case.runner.run(partial(self.case.packed, of)).loss for of in variants)
-        changes = abs(first - as_it_is), abs(second - as_it_is)
-        return abs(as_it_is - first - second + both) <= _MIXED * min(changes)
 
 
 def _padding_is_neutral(case: StepCase, of: Any) -> bool:
@@ -261,10 +224,6 @@ def _padding_is_neutral(case: StepCase, of: Any) -> bool:
     neutral may be as small in these few tokens as a large effect of rounding."""
     step, more = (case.runner.run(partial(case.unpacked, of, each), unpatched=True) for each in (0, _MORE_PADDING))
     return not on_any_rank(compare(more, step, case.runner.dtype).found)
-
-
-_MIXED = 1e-2
-"""A loss is a sum over documents if the changes by two of them add up, to this share of the smaller change."""
 
 
 def _on_all_ranks(case: StepCase, compute: Callable[[], Tensor], unpatched: bool = False) -> Step:

@@ -1,9 +1,8 @@
 """The ways in which trainers and loops make a step: of packed documents, of whole rows, and of a padded batch."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -44,7 +43,7 @@ from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import CheckedRows
 from hf_packing.training.losses import COUNTS, Batch, Loss, TokenMean
 from hf_packing.training.model_loss import WholeStep, predicts_next
-from hf_packing.training.models import models_of, prepared_model, watched_for_unpatched
+from hf_packing.training.models import models_of, prepared_model
 from hf_packing.training.ranks import on_all_ranks
 from hf_packing.training.sources import PackedRows
 from hf_packing.training.step import StepCase, StepReport, prove_step
@@ -81,6 +80,12 @@ class PackedCase(StepCase):
         is_weighted: whether labels may have weights, on any rank.
     """
 
+    hint = (
+        "look for a loss that reads across documents, a mean for each document (take loss='sequence' and no "
+        "compute_loss of your own), weights by places in the row or by labels of others (take places from "
+        "position_ids, which begin anew in each document), and a model that reads packed rows but is not patched (make "
+        "it an attribute of the trainer before attach, or call patch_model(model, padded=True))"
+    )
     most_tokens: int | None
     """The number of tokens of a batch; None if it is not known."""
     longest: int | None = None
@@ -159,16 +164,6 @@ class PackedCase(StepCase):
     def sizes(self, of: list[Document]) -> tuple[int, int, int]:
         items = [*map(self._items, of)]
         return len(of), sum(map(_length, of)), sum(items) if self.loss == "token" else sum(map(bool, items))
-
-    def replaced(self, of: list[Document], numbers: Collection[int]) -> list[Document] | None:
-        def other(number: int) -> Document:
-            before = of[number]
-            tokens = of[number - 1][INPUT_IDS].repeat(1, _length(before))[:, : _length(before)]
-            return {**before, INPUT_IDS: tokens, LABELS: tokens.where(before[LABELS] != IGNORED_LABEL, IGNORED_LABEL)}
-
-        if len(of) < 2:
-            return None
-        return [other(number) if number in numbers else each for number, each in enumerate(of)]
 
     def whole(self) -> list[Document] | None:
         # FSDP2 leaves weights gathered after a forward alone, which get no gradients
@@ -257,17 +252,6 @@ class TrainerCase(PackedCase):
                         f"dataset: give it the {name} that you want to train on, and the trainer no collator that "
                         "changes them"
                     )
-
-    def unpatched(self, of: list[Document]) -> str:
-        with torch.compiler.set_stance("force_eager"), watched_for_unpatched(self.batch_of(of)) as found:
-            self.runner.run(partial(self.packed, of))
-        if not found:
-            return ""
-        return (
-            f"{', '.join(found)} reads packed rows in compute_loss, but is not patched, so that documents may read "
-            "each other: make this model an attribute of the trainer before attach, or call patch_model(model, "
-            "padded=True), since the proof of the step runs it on padded batches, too"
-        )
 
     def packed(self, of: list[Document]) -> Tensor:
         inputs = self.batch_of(of)
@@ -426,7 +410,6 @@ def _not_proving(trainer: Any, evaluation: TokenMean | None = None) -> Any:
     asked = copy.copy(trainer)
     asked.attached = copy.copy(trainer.attached)
     asked.attached.first_batch_proof, asked.attached.evaluation = None, evaluation
-    asked.attached.unwatched = set()
     return asked
 
 
@@ -499,7 +482,7 @@ def check_step(
             `compute_loss` with the model's own loss.
 
     Returns:
-        A report that says whether the steps are the same and, if not, how they differ and what is known of the cause.
+        A report that says whether the steps are the same and, if not, how they differ and what to look for.
 
     Raises:
         PackingError: the trainer is not attached, the model is not patched, or a loss cannot be computed.
@@ -514,8 +497,8 @@ def check_step(
         >>> def two_ahead(model, batch):
         ...     logits = model(**batch).logits[:, :-2].transpose(1, 2)
         ...     return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 2:])
-        >>> print(hfp.check_step(model, batch, loss=two_ahead).problem.rpartition("; ")[2])
-        the packed loss reads across documents: replacing one changes the loss of another
+        >>> hfp.check_step(model, batch, loss=two_ahead).same
+        False
     """
     if isinstance(of, nn.Module):
         check_patched(of)
@@ -523,9 +506,9 @@ def check_step(
             raise PackingError("batch: expected a packed batch beside a model, got None")
         return prove_step(LoopCase(of, batch, PackingCollator(not predicts_next(of)), loss))
     state = getattr(of, "attached", None)
-    if state is None or loss is not None:
-        what = "a trainer after attach" if state is None else "no function beside a trainer, which computes its loss"
-        raise PackingError(f"{'of' if state is None else 'loss'}: expected {what}, got {type(of).__name__}")
+    if state is None:
+        raise PackingError(f"of: expected a trainer after attach, or a patched model, got {type(of).__name__}")
+    expect(None, "beside a trainer, which computes its loss", loss=loss)
     if hasattr(state, "source"):
         expect(None, "for a trainer whose batches attach has planned, whose next rows make the step", batch=batch)
     model = prepared_model(of.accelerator, of.model)

@@ -11,12 +11,11 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from hf_packing.sampling.fill import mean_over_max
-from hf_packing.training.kinds import labels_of, refuse_zero
+from hf_packing.training.kinds import labels_of
 from hf_packing.training.losses import COUNTS, Batch, Loss, exact_type, positive
 
-_TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
-"""Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a
-mixture follow."""
+_TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
+"""Columns of counts. Items are the tokens or documents over which the loss is averaged."""
 
 
 def micro_batch_counts(batches: Sequence[Batch], loss: Loss) -> Tensor:
@@ -37,21 +36,17 @@ class StepCounts:
     The counts stay on the device until they are logged.
     """
 
-    sources: Sequence[str] = ()
-    """The names of the sources of a mixture."""
     steps: list[Tensor] = field(default_factory=list)
     documents: Tensor | int = 0
     """The number of documents in all steps."""
 
-    def add(self, counts: Tensor, batches: Sequence[Batch] = ()) -> Tensor:
+    def add(self, counts: Tensor) -> Tensor:
         """Add the counts of an optimizer step, and return the number of its items, a scalar that is not 0.
 
         Args:
-            counts: float64 [ranks, batches, 4 + sources], the result of `micro_batch_counts` on each rank.
-            batches: the micro-batches of this rank, whose weights must not be 0 with those of all ranks.
+            counts: float64 [ranks, batches, 4], the result of `micro_batch_counts` on each rank.
         """
         items = counts[..., _ITEMS].sum()
-        refuse_zero(batches, items)
         self.steps.append(counts)
         self.documents = self.documents + counts[..., _DOCUMENTS].sum()
         return positive(items)
@@ -75,8 +70,7 @@ class StepCounts:
             for name, work in (("token_utilization", tokens), ("attention_utilization", squares)):
                 of_batches = work.T[work.any(0)].numpy()
                 taken[name] = mean_over_max(of_batches, of_batches)
-        of_sources = together[..., _SOURCES:].sum((0, 1)) / tokens.sum()
-        return taken | {f"source_{name}": share for name, share in zip(self.sources, of_sources.tolist(), strict=True)}
+        return taken
 
 
 @dataclass

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from hf_packing.batch.collate import PackingCollator
@@ -28,19 +27,16 @@ from hf_packing.columns import (
     LOSS_WEIGHTS,
     SEQ_IDX,
     SEQ_LENGTHS,
-    SOURCE,
     TREE_INPUT_IDS,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import CUT_WHEN_PACKED
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams.logical import START, PackedExamples, Position, Turn, check_shares, documents_of_streams
-from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import StreamPacking
 from hf_packing.streams.reader import fingerprint_of_files, open_source
 from hf_packing.training.loader import LoopSteps, StepLoader
@@ -51,10 +47,6 @@ from hf_packing.upstream import datasets as upstream
 
 _MASKED_TOKENS = 16
 """The tokens of a batch that stands for rows that do not exist."""
-
-_MICRO_BATCHES_AHEAD = 8
-"""The number of micro-batches that a rank reads ahead, or those of one optimizer step if that has more."""
-
 
 Opened = tuple[PackedExamples, int, int]
 """Logical streams, the number of rows in a micro-batch, and the largest number of tokens in it."""
@@ -232,12 +224,6 @@ class StreamedRows:
         """True if labels may have weights."""
         return LOSS_WEIGHTS in self.names
 
-    @property
-    def sources(self) -> list[str]:
-        """The names of the sources of a mixture; empty without a mixture."""
-        examples = self.streams.ex_iterable
-        return list(examples.shares) if isinstance(examples, MixedExamples) else []
-
     def __str__(self) -> str:
         return (
             f"{self.streams.streams} logical streams of {self.streams.packing}, {self.rows_per_batch} rows a batch, "
@@ -292,8 +278,6 @@ class MicroBatch(NamedTuple):
     """How far its logical streams have come, by their numbers."""
     ended: list[int]
     """Its logical streams that have ended."""
-    of_sources: IntArray
-    """int64 [sources]: the number of tokens of each source of a mixture."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,8 +297,6 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
     """Joins rows to a batch."""
     names: Sequence[str]
     """Names of the columns to read."""
-    sources: int
-    """Number of sources of the mixture; 0 without a mixture."""
 
     def loader(self, workers: int, seed: int, **options: Any) -> DataLoader[MicroBatch]:
         """Return a DataLoader of the micro-batches. The seeds of workers follow from `seed`, not from torch's own."""
@@ -348,12 +330,9 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
     def _joined(self, turns: Sequence[Turn]) -> MicroBatch:
         """Return the micro-batch of some turns."""
         rows = [turn.values(self.names) for turn in turns if turn.row is not None]
-        of_sources = np.zeros(self.sources, np.int64)
-        for row in rows if self.sources else ():
-            of_sources += np.bincount(row[SOURCE], minlength=self.sources)
         positions = {turn.stream: turn.position for turn in turns}
         ended = [turn.stream for turn in turns if turn.row is None]
-        return MicroBatch(self.collate(rows) if rows else None, positions, ended, of_sources)
+        return MicroBatch(self.collate(rows) if rows else None, positions, ended)
 
 
 def _without_end(streams: PackedExamples, positions: dict[int, Position]) -> Iterator[Turn]:
@@ -427,7 +406,7 @@ class StreamLoader(StepLoader):
         """Yield the steps up to the end of the epoch, in lockstep with the other ranks."""
         rows, streams = self.dataset, self.dataset.of_epoch(self.epoch)
         own = streams.changed(owned=streams.owned[self._rank :: self._ranks])
-        turns = RankTurns(own, dict(self._positions), rows.rows_per_batch, self._collate, rows.names, len(rows.sources))
+        turns = RankTurns(own, dict(self._positions), rows.rows_per_batch, self._collate, rows.names)
         loader = turns.loader(self._workers, seed=self.epoch * self._ranks + self._rank, **self._options)
         micro_batches = iter(loader)
         left = set(own.owned)
@@ -439,19 +418,13 @@ class StreamLoader(StepLoader):
                 return step, Answer.ROW
             return step, Answer.NO_ROW if left else Answer.ENDED
 
-        accelerator, most_ahead = self._accelerator, max(_MICRO_BATCHES_AHEAD // self.accumulation, 1)
-        for step, is_run in in_lockstep(read, accelerator.num_processes, accelerator.device, most_ahead):
+        for step, is_run in in_lockstep(read, self._accelerator.num_processes, self._accelerator.device):
             if is_run:
                 self._step = step
                 yield [self._masked() if each.batch is None else each.batch for each in step]
             else:
                 self._move(step)
         self._begin_at_epoch(self.epoch + 1)
-
-    @property
-    def tokens_of_sources(self) -> Tensor:
-        """The tokens of each source of a mixture in the current optimizer step, int64 [micro-batches, sources]."""
-        return torch.from_numpy(np.stack([each.of_sources for each in self._step]))
 
     def _end_step(self) -> None:
         super()._end_step()

@@ -30,10 +30,9 @@ from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import batches_resumed, save_batches
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedBatches, AttachedPacks, AttachedRows
-from hf_packing.training.step import refuse_unpatched
 from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
-from hf_packing.training.streams import StreamedRows, StreamLoader
+from hf_packing.training.streams import StreamedRows
 from hf_packing.upstream.trl import ROLLOUTS
 
 
@@ -45,7 +44,7 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     def train(self, *args: Any, **kwargs: Any) -> Any:
         state, folder = self.attached, args[0] if args else kwargs.get("resume_from_checkpoint")
         on_all_ranks(lambda _: state.check(self))
-        state.step_counts, state.first_step = StepCounts(getattr(state.source, "sources", ())), None
+        state.step_counts, state.first_step = StepCounts(), None
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
         with batches_resumed(self, folder):
@@ -78,16 +77,13 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        loader = self.callback_handler.train_dataloader
-        sources = [loader.tokens_of_sources] if isinstance(loader, StreamLoader) else []
-        return batches, state.step_counts.add(self.counts_of(batches, device, *sources), batches)
+        return batches, state.step_counts.add(self.counts_of(batches, device))
 
-    def counts_of(self, batches: Sequence[Batch], device: torch.device, *more: Tensor) -> Tensor:
-        """Return the counts of a step's micro-batches, and more of them, float64 [ranks, micro-batches, counts]."""
+    def counts_of(self, batches: Sequence[Batch], device: torch.device) -> Tensor:
+        """Return the counts of a step's micro-batches, float64 [ranks, micro-batches, counts]."""
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
         counts = micro_batch_counts([self.cut_for_this_step(batch) for batch in batches], self.attached.loss)
-        counts = torch.cat([each.to(device) for each in (counts, *more)], 1)
-        everywhere: Tensor = self.accelerator.gather(counts[None])[::processes_per_rank]
+        everywhere: Tensor = self.accelerator.gather(counts.to(device)[None])[::processes_per_rank]
         return everywhere
 
     def cut_for_this_step(self, batch: Batch) -> Batch:
@@ -145,15 +141,12 @@ class PackedTrainer(AttachedTrainer):
                 "training" if model.training else "evaluation",
                 lambda mode: self.step_case(model, inputs, mode == "training"),
             )
-        elif model.training in state.unwatched:
-            state.unwatched.remove(model.training)
-            refuse_unpatched(self.step_case(model, inputs, model.training), model.training)
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
         loss = state.loss if trains or model.training else "token"
         step = WholeStep.of(model, inputs, loss)
         # SFTTrainer's own loss may have no logits to weight
-        of_model = labels_of(inputs).replaces_loss or (step.weighting is not None and state.sums_log_probs)
+        of_model = step.weighting is not None and state.sums_log_probs
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
         with as_one_micro_batch(self), step.observed(model) as head:

@@ -5,7 +5,6 @@ turns the rows of a micro-batch into a padded batch. The size of a row is the nu
 the collator gets this row alone. What the loss is a mean of is found by trial (loss_unit).
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from hf_packing.rows.token_columns import rows_of_each_value, shows_table, visib
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
+from hf_packing.sampling.sizes import RowSizes, content_of, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.loader import batches_loader, on_device
 from hf_packing.training.loss_unit import UNITS, CheckedRows
@@ -190,15 +189,10 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
     def alone(number: int) -> Any:
         return collate_rows(collate, rows_by_number(dataset, [number]))
 
-    def sampled(number: int) -> bytes:
-        once, twice = (_digest(alone(number)) for _ in range(2))
-        return once if once == twice else bytes(8)  # the collator is random
-
-    numbers = rows_to_sample(len(dataset)).tolist()
-    sample = b"".join(map(sampled, numbers))
+    sample = content_of(dataset, len(dataset))
     if pixels_per_patch is None and (in_column := _sizes_in_column(dataset)) is not None:
         by_length = np.argsort(in_column.tokens, kind="stable")
-        asked = {*numbers, *by_length[:8].tolist(), *by_length[-8:].tolist()}
+        asked = {*rows_to_sample(len(dataset)).tolist(), *by_length[:8].tolist(), *by_length[-8:].tolist()}
         tokens, squares = in_column.tokens, in_column.squared_lengths
         if all(_tokens_and_squares(alone(row)) == (tokens[row], squares[row]) for row in asked):
             return replace(in_column, sample=sample)
@@ -223,15 +217,6 @@ def _sizes_in_column(dataset: Any) -> RowSizes | None:
         with suppress(PackingError):  # several sequences in a row, as for multiple choice
             return sizes_of(dataset.select_columns([INPUT_IDS]))
     return None
-
-
-def _digest(batch: Batch) -> bytes:
-    digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(batch):
-        if isinstance(value := batch[name], Tensor):
-            exact = value.double() if value.is_floating_point() else value
-            digest.update(name.encode() + exact.cpu().numpy().tobytes())
-    return digest.digest()
 
 
 def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:

@@ -319,5 +319,5 @@ def test_a_checkpoint_of_other_arguments_is_refused():
     sizes = sizes_of_documents(np.array([3, 4, 2, 1]))
     saved = RankBatchSampler(hfp.TokenBudget(8), sizes).plan_inputs()
     RankBatchSampler(hfp.TokenBudget(8), sizes).check_can_resume(saved)
-    with pytest.raises(hfp.PackingError, match="batching: expected max_length=None, as .* got max_length=4"):
+    with pytest.raises(hfp.PackingError, match="max_length: expected None, as .* got 4"):
         RankBatchSampler(hfp.TokenBudget(8, max_length=4), sizes).check_can_resume(saved)

@@ -163,7 +163,7 @@ def test_a_resumed_run(tmp_path):
     assert both == expected
     changed = trainer_of(tmp_path, collator(mlm_probability=0.3), **options)
     hfp.attach(changed, hfp.TokenBudget(100))
-    message = r"data_collator: expected .DataCollatorFor.*mlm_probability=0.15.* got .*mlm_probability=0.3"
+    message = r"data_collator: expected DataCollatorFor.*mlm_probability=0.15.* got .*mlm_probability=0.3"
     with pytest.raises(hfp.PackingError, match=message):
         changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 

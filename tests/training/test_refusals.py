@@ -100,6 +100,12 @@ class MaskingCollator(hfp.PackingCollator):
     pass
 
 
+class Regularized(Trainer):
+    def compute_loss(self, *arguments, **options):
+        loss, outputs = super().compute_loss(*arguments, **{**options, "return_outputs": True})
+        return loss + outputs.logits.float().square().mean()
+
+
 class OwnLoss(Trainer):
     def compute_loss(self, *arguments, **options):
         return super().compute_loss(*arguments, **options)
@@ -146,7 +152,6 @@ ATTACH = [
     ("trainer", lambda of: hfp.attach(of(type("More", (SFTTrainer,), {"__module__": "trl.experimental"})), BUDGET)),
     ("batching", lambda of: hfp.attach(of(), 64)),
     ("loss", lambda of: hfp.attach(of(), BUDGET, loss="mean")),
-    ("loss_unit", lambda of: hfp.attach(of(), BUDGET, loss_unit="rows")),
     ("trainer.model: prove", lambda of: hfp.attach(of(), BUDGET, prove=True)),
     ("share_prefixes", lambda of: hfp.attach(of(), BUDGET, share_prefixes=True)),
     ("dataset", lambda of: hfp.attach(of(), hfp.BucketBatches(64))),
@@ -158,7 +163,6 @@ ATTACH = [
     ("dispatch_batches", lambda of: hfp.attach(of(accelerator_config={"dispatch_batches": True}), BUDGET)),
     ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
     ("n_gpu", lambda of: hfp.attach(on_two_gpus(of), BUDGET)),
-    ("loss_type", lambda of: hfp.attach(of(SFTTrainer, loss_type="dft"), BUDGET, loss="sequence")),
     ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
     ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": SimpleNamespace(mlm=True)}), BUDGET)),
@@ -194,8 +198,6 @@ TREES = [
     ("share_prefixes", lambda _: hfp.TokenBudget(64, share_prefixes="yes")),
     ("length_schedule", lambda _: hfp.TokenBudget(64, share_prefixes=True, length_schedule=SCHEDULE)),
     ("length_schedule", lambda of: hfp.attach(of(data=in_rows_of_trees()), SCHEDULED)),
-    ("trainer", lambda of: hfp.attach(of(OwnLoss, data=RELATED), SHARED)),
-    ("trainer", lambda of: hfp.attach(of(data=RELATED, label_smoothing_factor=0.1), SHARED)),
     ("tokens", lambda of: hfp.attach(of(data=RELATED), SHARED, tokens=128, max_segments=9)),
     ("dataset", lambda of: hfp.attach(of(data=RELATED.to_list()), SHARED)),
     ("dataset", lambda of: hfp.attach(of(data=RELATED.with_transform(lambda rows: rows)), SHARED)),
@@ -220,11 +222,6 @@ def on_rows(of, change):
 
 def with_lengths(data):
     return data.add_column("seq_lengths", [[1]] * ROWS)
-
-
-def of_kind(of, kind):
-    stock = of.of_rows()
-    return of.noted(kind(stock.model, stock.args, train_dataset=stock.train_dataset, data_collator=stock.data_collator))
 
 
 def comparing_rows(of):
@@ -268,20 +265,17 @@ WHOLE_ROWS = [
     ("max_patches", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, max_patches=8))),
     ("overflow", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, overflow="split"))),
     ("batching", lambda of: hfp.attach(of.of_rows(), hfp.BucketBatches(160))),
-    ("loss_unit", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
+    ("trainer", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
     ("loss", lambda of: hfp.attach(of.of_rows(), WHOLE, loss="sequence")),
     ("tokens", lambda of: hfp.attach(of.of_rows(), WHOLE, tokens=160, max_segments=9)),
     ("trainer", lambda of: hfp.attach(overflowing(of), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda _: None), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.to_iterable_dataset()), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, with_lengths), WHOLE)),
-    ("loss_unit", lambda of: hfp.attach(of_kind(of, OwnLoss), WHOLE, loss_unit="tokens")),
-    ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
-    ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
-    ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
+    ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
     *(
         (name, lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
-        for name, losses in (("loss_unit", ["sigmoid", "sft"]), ("loss_type", ["aot"]))
+        for name, losses in (("trainer", ["sigmoid", "sft"]), ("loss_type", ["aot"]))
     ),
     ("max_length", lambda of: hfp.attach(precomputing(of), hfp.TokenBudget(400))),
     *(
@@ -430,6 +424,9 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
         ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
+        ("loss", lambda of: of.attached(kind=SFTTrainer, loss="sequence", loss_type="dft").train()),
+        ("loss", lambda of: of.attached(SHARED, data=RELATED, label_smoothing_factor=0.1).train()),
+        ("trainer", lambda of: of.attached(SHARED, kind=Regularized, data=RELATED).train()),
         slow("BartModel", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),

@@ -442,16 +442,8 @@ NOT_ISOLATED = {
         with_layers(DelayedScaling),
         "depends on earlier batches; the difference begins in DelayedScaling",
     ),
-    "one scale for a call": (with_layers(ScaleOfBatch), f"{DIFFERS}.*so documents have other weights"),
+    "one scale for a call": (with_layers(ScaleOfBatch), DIFFERS),
     "spectral norm": (with_layers(spectral), "depends on earlier batches"),
-}
-
-
-ACROSS = "the packed loss reads across documents: replacing one changes the loss of another"
-WEIGHTS = "by labels of others (take places from position_ids, which begin anew in each document)"
-CAUSES = {
-    **dict.fromkeys(("Medusa", "three tokens ahead", "unlikelihood of earlier tokens", "contrast of tokens"), ACROSS),
-    **dict.fromkeys(("a mean for each document", "a sum for each row", "weights of lengths"), WEIGHTS),
 }
 
 
@@ -479,7 +471,7 @@ def test_what_differs_is_found(name, tmp_path):
     hfp.attach(trainer, hfp.TokenBudget(128, seed=1))
     with pytest.raises(hfp.PackingError, match=DIFFERS) as found:
         trainer.train()
-    assert str(found.value).endswith(CAUSES.get(name, ""))
+    assert "; look for a loss that reads across documents" in str(found.value)
     assert trainer.state.global_step == 0
     assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
     assert all(each.grad is None for each in trainer.model.parameters())
@@ -546,14 +538,11 @@ TEACHERS = {
 
 
 @pytest.mark.parametrize("hold", fast_only(TEACHERS, "in a list"))
-@pytest.mark.parametrize("prove", ["first batch", "model"])
-def test_a_teacher_that_is_not_patched_is_named(hold, prove, tmp_path):
-    """Whoever holds it, also where the step is compared with nothing."""
+def test_a_teacher_that_is_not_patched_is_found(hold, tmp_path):
+    """Whoever holds it."""
     trainer = frozen_copy(tmp_path, TEACHERS[hold])
-    hfp.attach(trainer, BUDGET, prove=prove)
-    with pytest.raises(
-        hfp.PackingError, match="LlamaForCausalLM reads packed rows in compute_loss, but is not patched"
-    ):
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.PackingError, match=f"{DIFFERS}.* a model that reads packed rows but is not patched"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -567,44 +556,6 @@ def test_a_teacher_that_the_user_has_patched_trains(hold, tmp_path):
     hfp.attach(trainer, BUDGET)
     assert len(logged(trainer)) == 2
     assert trainer.attached.first_batch_proof.proofs["step: proven on the first training batch"].same
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda model, ids, positions: model(inputs_embeds=model.get_input_embeddings()(ids), position_ids=positions),
-        lambda model, ids, positions: model(ids[:, :-1], position_ids=positions[:, :-1]),
-        lambda model, ids, positions: model.model(ids[:, 3:], position_ids=positions[:, 3:]),
-    ],
-    ids=["embeddings of its own", "tokens but for the last", "the backbone, and a part of the row"],
-)
-def test_a_teacher_that_reads_a_part_of_the_row_is_named(read, tmp_path):
-    teacher = build("Llama").eval()
-
-    def loss(logits, labels, inputs):
-        with torch.no_grad():
-            found = read(teacher, inputs["input_ids"], inputs["position_ids"])[0]
-        return plain(logits, labels, inputs) + found.square().mean()
-
-    trainer = trainer_of(tmp_path, kind=with_loss(loss))
-    hfp.attach(trainer, BUDGET, prove="model")
-    with pytest.raises(hfp.PackingError, match="compute_loss: expected patched models; Llama.* reads packed rows"):
-        trainer.train()
-
-
-def test_models_that_read_other_tokens_need_no_patch(tmp_path):
-    other = build("GPT2")
-
-    def loss(logits, labels, inputs):
-        other(inputs["input_ids"].flip(1))
-        other(inputs["input_ids"][:, : inputs["cu_seq_lens_q"][1]])
-        return plain(logits, labels, inputs)
-
-    trainer = of(with_loss(loss))(tmp_path)
-    hfp.attach(trainer, BUDGET, prove="model")
-    assert len(logged(trainer)) == 2
-    assert trainer.attached.unwatched == {False}  # training was watched
 
 
 def test_steps_that_rounding_changes_are_not_compared(tmp_path):

@@ -17,7 +17,7 @@ from document_streams import make_documents, read_stream, stream_of, write_parqu
 from patched_models import patched
 from processes import on_ranks
 from tiers import fast_only
-from trainers import attached, documents_in, logged, on_each_batch, trainer_of
+from trainers import attached, documents_in, logged, trainer_of
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
@@ -95,7 +95,7 @@ def test_every_epoch_has_every_document_in_another_order(files, streams):
 )
 def test_workers_that_share_logical_streams(files, rows, workers, usable):
     streams = loader_of(packed(files)).dataset.streams
-    assert RankTurns(streams, {}, rows, None, [], 0).usable_workers(workers) == usable
+    assert RankTurns(streams, {}, rows, None, []).usable_workers(workers) == usable
 
 
 @pytest.mark.parametrize(("workers", "kind"), [(2, "rows"), (0, "documents")])
@@ -223,21 +223,6 @@ def test_sft_trainer_with_masks_of_completions(tmp_path):
         return logged(attached(tmp_path, hfp.TokenBudget(CAPACITY), kind=SFTTrainer, data=stream, **known))
 
     assert all(loss > 0 for loss in train(rows.to_iterable_dataset(num_shards=8)))
-
-
-def test_the_share_of_each_source_is_logged(tmp_path):
-    """It is the share of the tokens that were trained on since the last log."""
-    rows = {"a": [[5, *range(6, 6 + length)] for length in (3, 4, 5) * 9], "b": [[60, 61, 62]] * 27}
-    sources = {name: datasets.Dataset.from_dict({"input_ids": ids}) for name, ids in rows.items()}
-    mixed = hfp.mix(sources, {"a": 0.75, "b": 0.25})
-    data = hfp.pack(mixed, hfp.BestFit(CAPACITY), streams=1, window_packs=1)
-    known = {"max_steps": 2, "logging_steps": 2, "gradient_accumulation_steps": 2}
-    trainer, seen = attached(tmp_path, hfp.TokenBudget(CAPACITY), data=data, **known), []
-    on_each_batch(trainer, lambda batch: seen.extend(batch["input_ids"][0].tolist()))
-    trainer.train()
-    logs = next(line for line in trainer.state.log_history if "loss" in line)
-    assert logs["source_b"] == pytest.approx(np.mean(np.array(seen) >= 60))
-    assert logs["source_a"] + logs["source_b"] == pytest.approx(1)
 
 
 def test_a_callback_with_a_loader_of_its_own_does_not_change_the_state(files, tmp_path):

@@ -132,13 +132,13 @@ class Penalized(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_losses_that_are_not_known_name_their_unit(tmp_path):
+def test_a_penalty_of_weights(tmp_path):
     """A penalty of weights is whole in every micro-batch, whose shares of the step have the sum 1."""
     changes = {"gradient_accumulation_steps": 100, "max_steps": 1}
     stock = trainer_of("classifier", tmp_path, **changes)
     trainer = trainer_of("classifier", tmp_path, patched=True, **changes)
     stock.__class__ = trainer.__class__ = Penalized
-    hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled rows")
+    hfp.attach(trainer, hfp.TokenBudget(160))
     assert trainer.attached.loss == "labeled rows"
     trainer.train()
     loss = stock.compute_loss(stock.model.train(), stock.data_collator(list(stock.train_dataset)))
@@ -151,8 +151,6 @@ def test_units_are_told_apart_by_gradients(dtype, tmp_path):
     trainer = trainer_of("tokens", tmp_path, dtype=dtype)
     hfp.attach(trainer, hfp.TokenBudget(160))
     assert trainer.attached.loss == "labeled tokens"
-    with pytest.raises(hfp.PackingError, match="'labeled tokens' fits better"):
-        hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled tokens but the first")
 
 
 class WithClassWeights(transformers.Trainer):
@@ -186,16 +184,15 @@ def test_a_unit_that_fits_most_rows_is_refused(kind, tmp_path):
         rows = rows.add_column("task", [*map(int, rare)])
     trainer = trainer_of("classifier", tmp_path, data=rows, patched=True, remove_unused_columns=kind is not OfTasks)
     trainer.__class__ = kind
-    with pytest.raises(hfp.PackingError, match="loss_unit: expected another unit than 'labeled rows'"):
-        hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled rows")
+    with pytest.raises(hfp.PackingError, match="trainer: expected a loss that is a mean over rows, labeled rows"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
 
 
 def test_a_head_of_the_users_own_is_not_known(tmp_path):
     trainer = trainer_of("classifier", tmp_path, patched=True)
     trainer.model.__class__ = WeightedByTokens
-    for unit in (None, "labeled rows"):
-        with pytest.raises(hfp.PackingError, match="Trainer with WeightedByTokens"):
-            hfp.attach(trainer, hfp.TokenBudget(160), loss_unit=unit)
+    with pytest.raises(hfp.PackingError, match="Trainer with WeightedByTokens"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
 
 
 @pytest.mark.parametrize(("longest", "batches"), [(60, 2), (9, 3)])

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from hf_packing.batch.collate import PackingCollator, Row
 from hf_packing.batch.segments import OF_SEGMENTS, BatchSegments, columns_of, part_in, with_fillers
 from hf_packing.checks import expect
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, LABELS, MAX_LENGTHS, SEQ_IDX
+from hf_packing.columns import IGNORED_LABEL, LABELS, MAX_LENGTHS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_groups, offsets_of, total_of
-from hf_packing.planning.rank_layout import LayoutCounts, RankLayout, RowPart, lay_out, plan_exchange
+from hf_packing.planning.rank_layout import LayoutCounts, RankLayout, RowPart, lay_out
 from hf_packing.sampling.batching import Batching, EpochPlan
 from hf_packing.sampling.sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
@@ -59,6 +59,14 @@ class PartLabels(PackedLabels):
 
     def total_of(self, weights: Tensor) -> Tensor:
         return weights.abs().sum()  # of a document on several ranks, less than 1
+
+    def _sizes(self) -> tuple[Any, Any, Any]:
+        segments: BatchSegments = self.batch[MAX_LENGTHS[0]].segments
+        assert segments.part is not None
+        pieces, is_real = segments.part.pieces, np.array(segments.numbers) >= 0  # copies have lower numbers
+        cost = (pieces.start + pieces.length) ** 2 - pieces.start**2
+        # a document is one of the rank with its first token
+        return pieces.length[is_real].sum(), (is_real & (pieces.start == 0)).sum(), cost[is_real].sum()
 
     def next_tokens(self, predicts_next: bool = True) -> NextTokens:  # noqa: ARG002
         return super().next_tokens(predicts_next=False)
@@ -129,7 +137,6 @@ class RowsOnRanks:
             ranks=self.ranks,
             split=sum(layout.num_split for layout in layouts),
             utilization=parts.utilization(self.budget.cost(tokens, attention)),
-            received_per_token=sum(plan_exchange(each).num_received for each in layouts) / total_of(tokens[~is_copy]),
         )
         return parts, RowSizes(tokens, np.ones_like(tokens), attention), counts
 
@@ -160,21 +167,10 @@ class PartCollator:
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))
         own = part_of({**batch, TARGETS: labels, WEIGHTS: weights}, part)
         del own[LABELS]
-        return {**own, COUNTS: torch.tensor(_counts(batch, part, self.loss), dtype=torch.float64)}
+        return {**own, COUNTS: PartLabels(own).counts(self.loss)}
 
     def _layout_of(self, batch: Batch) -> RankLayout:
         return self.rows.lay_out(np.array(batch[MAX_LENGTHS[0]].segments.lengths))
-
-
-def _counts(batch: Batch, part: RowPart, loss: Loss) -> list[float]:
-    """Return the counts of a part as `micro_batch_counts` has them. Documents and items of the loss are those of the
-    whole row on the first rank, and none on the others."""
-    pieces, is_real = part.pieces, (batch[SEQ_IDX][0] >= 0).numpy()  # copies have lower numbers
-    real = is_real[batch[CU_SEQ_LENS[0]].numpy()[pieces.document]]
-    cost = (real * ((pieces.start + pieces.length) ** 2 - pieces.start**2)).sum()
-    whole = PackedLabels(batch)
-    documents, items = (0, 0) if part.rank else (whole.num_documents(), whole.items(loss))
-    return [float(each) for each in (is_real[part.layout.places(part.rank)].sum(), documents, cost, items)]
 
 
 def part_of(batch: Batch, part: RowPart) -> dict[str, Any]:
