@@ -23,7 +23,7 @@ from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.first_batch import FirstBatchProof
-from hf_packing.training.kinds import labels_of
+from hf_packing.training.kinds import labels_of, refuse_zero
 from hf_packing.training.losses import Batch, Loss, positive
 from hf_packing.training.models import prepared_model
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
@@ -88,6 +88,7 @@ class LoopSteps:
         # the gradient of the mean loss over the whole optimizer step
         here = micro_batch_counts(batches, self.loss)[:, -1].sum()
         everywhere = self.accelerator.reduce(here, reduction="sum")
+        refuse_zero(batches, everywhere)
         averaged_over = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         items = positive(everywhere) / averaged_over
         return [labels_of(batch).with_share(self.loss, items, self.keep_labels) for batch in batches]

@@ -11,7 +11,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from hf_packing.sampling.fill import mean_over_max
-from hf_packing.training.kinds import labels_of
+from hf_packing.training.kinds import labels_of, refuse_zero
 from hf_packing.training.losses import COUNTS, Batch, Loss, exact_type, positive
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
@@ -40,13 +40,15 @@ class StepCounts:
     documents: Tensor | int = 0
     """The number of documents in all steps."""
 
-    def add(self, counts: Tensor) -> Tensor:
+    def add(self, counts: Tensor, batches: Sequence[Batch] = ()) -> Tensor:
         """Add the counts of an optimizer step, and return the number of its items, a scalar that is not 0.
 
         Args:
             counts: float64 [ranks, batches, 4], the result of `micro_batch_counts` on each rank.
+            batches: the micro-batches of this rank, whose weights must not be 0 with those of all ranks.
         """
         items = counts[..., _ITEMS].sum()
+        refuse_zero(batches, items)
         self.steps.append(counts)
         self.documents = self.documents + counts[..., _DOCUMENTS].sum()
         return positive(items)

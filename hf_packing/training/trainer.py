@@ -77,7 +77,7 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        return batches, state.step_counts.add(self.counts_of(batches, device))
+        return batches, state.step_counts.add(self.counts_of(batches, device), batches)
 
     def counts_of(self, batches: Sequence[Batch], device: torch.device) -> Tensor:
         """Return the counts of a step's micro-batches, float64 [ranks, micro-batches, counts]."""

@@ -299,7 +299,18 @@ def test_weights_that_are_not_finite_are_refused_with_their_row(column, weight, 
         hfp.PackingCollator()([rows[3], rows[17]])
 
 
-def test_a_step_with_some_weights_of_zero(tmp_path):
+def test_a_step_whose_weights_are_all_zero_is_refused(tmp_path):
+    data = weighted().map(lambda row: {"loss_weights": [0.0] * len(row["loss_weights"])})
+    trainer = trainer_of(tmp_path, data=data)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    said = r"expected a weight other than 0 in every optimizer step, .* that begins with the tokens \["
+    with pytest.raises(hfp.PackingError, match=said):
+        trainer.train()
+    with pytest.raises(hfp.PackingError, match=said):
+        next(iter(loader_of(data, model=patched())))
+
+
+def test_a_step_with_some_weights_of_zero_is_not_refused(tmp_path):
     data = weighted("loss_weight")
     some = data.remove_columns("loss_weight").add_column("loss_weight", [0.0, 1.0] * (len(data) // 2) + [2.0])
     trainer = trainer_of(tmp_path, model=patched(dtype=torch.float64), data=some, **ONE_STEP)
