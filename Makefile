@@ -68,7 +68,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m tools.size --check
 
-BENCHMARKS := plan strategies pack alignment trees tree_training tree_pairs score_trees lazy collate loader samplers long_documents two_ranks rollouts attention block_mask by_segment shapes patching first_batch head training padded_batches score masking streams mixtures fleet_pack startup
+BENCHMARKS := plan strategies pack alignment trees tree_training tree_pairs score_trees lazy collate loader samplers long_documents two_ranks rollouts attention block_mask by_segment shapes patching first_batch head training padded_batches score masking streams mixtures lockstep fleet_pack startup
 
 bench: $(INSTALLED)
 	for name in $(BENCHMARKS); do $(VENV)/bin/python benchmarks/$$name.py --save || exit 1; done

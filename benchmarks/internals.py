@@ -43,7 +43,9 @@ HOME_OF = {
     "EpochSampler": "training.masking",
     "MaskedRows": "training.masking",
     "Masking": "training.masking",
-    # the items of a batch: tree_training
+    # ranks that step together, and the items of a batch: lockstep, tree_training
+    "Answer": "training.lockstep",
+    "in_lockstep": "training.lockstep",
     "labels_of": "training.kinds",
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch, gpu_kernels
     "Layout": "attention.layout",

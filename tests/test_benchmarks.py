@@ -59,12 +59,13 @@ TOY = {
     "streams.py": ("--packs 20 --tokens 200000 --rounds 1 --documents 30", "64 logical"),
     "mixtures.py": ("--tokens 200000 --streams 2 --rounds 1", "2 logical streams, after 200,000"),
     "fleet_pack.py": ("--tokens 400000 --rounds 1 --sides local pack", "times as fast as load_dataset"),
+    "lockstep.py": ("--steps 5 --rounds 1", "a step of 5 milliseconds in lockstep"),
     "masking.py": ("--documents 20 --tokens 1024 --rounds 1", "ms for 16,384 tokens"),
 }
 
 
 RARELY = {
-    *("head.py", "two_ranks.py", "score_trees.py", "first_batch.py", "shapes.py", "by_segment.py"),
+    *("head.py", "two_ranks.py", "score_trees.py", "first_batch.py", "shapes.py", "lockstep.py", "by_segment.py"),
     *("patching.py", "padded_batches.py", "rollouts.py"),
 }
 """Those that start many processes or patch many models run in the survey."""

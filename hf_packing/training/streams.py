@@ -48,6 +48,10 @@ from hf_packing.upstream import datasets as upstream
 _MASKED_TOKENS = 16
 """The tokens of a batch that stands for rows that do not exist."""
 
+_MICRO_BATCHES_AHEAD = 8
+"""The number of micro-batches that a rank reads ahead, or those of one optimizer step if that has more."""
+
+
 Opened = tuple[PackedExamples, int, int]
 """Logical streams, the number of rows in a micro-batch, and the largest number of tokens in it."""
 
@@ -418,7 +422,8 @@ class StreamLoader(StepLoader):
                 return step, Answer.ROW
             return step, Answer.NO_ROW if left else Answer.ENDED
 
-        for step, is_run in in_lockstep(read, self._accelerator.num_processes, self._accelerator.device):
+        accelerator, most_ahead = self._accelerator, max(_MICRO_BATCHES_AHEAD // self.accumulation, 1)
+        for step, is_run in in_lockstep(read, accelerator.num_processes, accelerator.device, most_ahead):
             if is_run:
                 self._step = step
                 yield [self._masked() if each.batch is None else each.batch for each in step]
