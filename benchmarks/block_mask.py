@@ -11,7 +11,7 @@ import statistics
 from itertools import accumulate
 
 import torch
-from internals import row_mask
+from internals import Borders, row_mask
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -29,14 +29,15 @@ def main() -> None:
     print(f"\n{'ms':20}{'from borders':>14}{'create_block_mask':>20}{'of ours':>30}")
     for title, full in ROWS.items():
         lengths = [length // arguments.shrink for length in full]
-        borders, tokens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), sum(lengths)
-        ours = row_mask(borders, tokens, True, None)
+        tokens = sum(lengths)
+        borders = Borders(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), tokens)
+        ours = row_mask(borders, borders, True, None)
 
         def theirs(attends=ours.mask_mod, tokens=tokens):
             return create_block_mask(attends, None, None, tokens, tokens, device="cpu")
 
         assert torch.equal(theirs().kv_num_blocks, ours.kv_num_blocks)
-        sides = {"ours": lambda: row_mask(borders, tokens, True, None), "theirs": theirs}  # noqa: B023
+        sides = {"ours": lambda: row_mask(borders, borders, True, None), "theirs": theirs}  # noqa: B023
         seconds = in_turn(sides, arguments.rounds)
         figure(row=title, seconds=seconds)
         ours_ms, theirs_ms = (statistics.median(seconds[name]) * 1e3 for name in sides)

@@ -58,6 +58,7 @@ HOME_OF = {
     "kernel_of": "attention.kernels",
     "TreeLayout": "attention.kinds.trees",
     "TreeSegments": "trees.segments",
+    "Borders": "attention.flex",
     "row_mask": "attention.flex",
     "prove_on_batch": "attention",
 }

@@ -8,12 +8,14 @@ operator.
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_packing.attention.layout import Layout, Run, on_device, once_for_all_layers
 from hf_packing.attention.token_axes import cat
@@ -177,6 +179,51 @@ def gather_tokens(tensor: Tensor, places: Tensor) -> Tensor:
     computed in float32.
     """
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).index_select(2, places).to(tensor.dtype)
+
+
+MOST_KEYS = 32768
+"""The most keys that are gathered along paths and kept for the backward pass. With 8 heads of 128 numbers in bfloat16,
+these keys and their values take 128 MiB in every layer."""
+
+
+def with_gathered_keys(
+    attend: Callable[..., Tensor],
+    key: Tensor,
+    value: Tensor,
+    row: Layout | TracedRow,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return what a kernel computes for a row, given attend(key, value, queries, keys), which calls it.
+
+    In trees and on several ranks, keys and values are gathered for each run of queries. If these are many, they are
+    gathered again in the backward pass, so that those of only one layer are in memory.
+    """
+    if not row.sees_others:
+        return attend(key, value, row, row)
+    places, queries, keys = keys_along_paths(row, is_causal, window, chunk, key.device)
+
+    def gather_and_attend() -> Tensor:
+        return attend(gather_tokens(key, places), gather_tokens(value, places), queries, keys)
+
+    if len(places) <= MOST_KEYS or not torch.is_grad_enabled():
+        return gather_and_attend()
+    gathered_again: Tensor = checkpoint(gather_and_attend, use_reentrant=False, preserve_rng_state=dropout > 0)
+    return gathered_again
+
+
+@once_for_all_layers
+def keys_along_paths(
+    row: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device
+) -> tuple[Tensor, Layout, Layout]:
+    """Return the keys of the runs of a row whose segments see others: where each is among the keys that attention gets,
+    int64 [keys]; the layout of the runs' queries; and that of their keys."""
+    runs, places = row.runs(is_causal, window, chunk)
+    assert places is not None
+    queries, keys = (Layout.of([*lengths], device) for lengths in zip(*(run[:2] for run in runs), strict=True))
+    return on_device(places, device), queries, keys
 
 
 _OPTIONS = ("scale", "is_causal", "window", "chunk", "softcap")

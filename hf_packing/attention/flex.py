@@ -1,4 +1,4 @@
-"""Compute attention in packed rows and in rows of trees with torch's FlexAttention.
+"""Compute attention with torch's FlexAttention.
 
 FlexAttention takes a `BlockMask`, which says for each block of tokens which other blocks it attends to. torch's
 `create_block_mask` evaluates the mask for all pairs of tokens. Here, a mask takes a fixed number of operations, which
@@ -10,14 +10,14 @@ were cut from a larger tensor into a search among the first ones of that tensor,
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from hf_packing.attention.exact import TracedRow
+from hf_packing.attention.exact import TracedRow, with_gathered_keys
 from hf_packing.attention.layout import Layout, once_for_all_layers
 from hf_packing.upstream.torch import mark_static
 
@@ -55,14 +55,33 @@ def attend_with_flex(
     On CUDA, FlexAttention is compiled at the first call, and again for the first row of another size. On a CPU, it is
     not compiled, which is slow and serves tests.
     """
-    make_mask = _kept_mask_of if isinstance(row, Layout) else _mask_of
+
+    def attend(key: Tensor, value: Tensor, queries: Layout | TracedRow, keys: Layout | TracedRow) -> Tensor:
+        make_mask = _kept_mask_of if isinstance(queries, Layout) else _mask_of
+        of_chunks = None if row.sees_others else chunk  # runs of tokens are in one chunk
+        sizes = query.shape[2], key.shape[2]
+        mask = make_mask(queries, keys, sizes, query.device, is_causal, window, of_chunks)
+        return _attend_with_mask(query, key, value, mask, scale, softcap, sinks)
+
+    return with_gathered_keys(attend, key, value, row, is_causal, window, chunk)
+
+
+def _attend_with_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim, _LEAST_HEAD_DIM)
     head_dim = 1 << (head_dim - 1).bit_length()
     q, k, v = (pad_head_dim(tensor, head_dim) for tensor in (query, key, value))
     options: dict[str, Any] = {
         "score_mod": _scaled(scale, softcap, query),
-        "block_mask": make_mask(row, query.shape[2], query.device, is_causal, window, chunk),
+        "block_mask": mask,
         "scale": 1.0,
         "enable_gqa": q.shape[1] != k.shape[1],
         "kernel_options": _NOT_FOR_FEW_TOKENS,
@@ -71,7 +90,8 @@ def attend_with_flex(
         options["return_aux"] = AuxRequest(lse=True)
     attend = _attend
     if _needs_compiler(query):
-        attend = _compiled((q.dtype, q.shape[1], k.shape[1], head_dim, softcap is None, sinks is None))
+        is_gathered = q.shape[2] != k.shape[2]
+        attend = _compiled((q.dtype, q.shape[1], k.shape[1], head_dim, softcap is None, sinks is None, is_gathered))
     output = attend(q, k, v, options)
     if sinks is not None:
         output, aux = output
@@ -83,12 +103,13 @@ def attend_with_flex(
 
 
 def _mask_of(
-    row: Layout | TracedRow, tokens: int, device: torch.device, is_causal: bool, window: int | None, chunk: int | None
+    queries: Layout | TracedRow, keys: Layout | TracedRow, sizes: tuple[int, int], device: torch.device, *how: Any
 ) -> BlockMask:
-    own: BlockMask | None = row.block_mask(device, window, chunk) if isinstance(row, Layout) else None
-    if own is not None:
-        return own
-    return row_mask(row.cu_seq_lens.to(device, torch.int32), tokens, is_causal, window, chunk)
+    own, seen = (
+        Borders(each.cu_seq_lens.to(device, torch.int32), tokens)
+        for each, tokens in zip((queries, keys), sizes, strict=True)
+    )
+    return row_mask(own, seen, *how)
 
 
 _kept_mask_of: Callable[..., BlockMask] = once_for_all_layers(_mask_of)
@@ -136,73 +157,89 @@ def _scaled(scale: float, softcap: float | None, query: Tensor) -> Callable[...,
     return scaled
 
 
+class Borders(NamedTuple):
+    """The borders between the runs of some tokens."""
+
+    cu_lens: Tensor
+    """Cumulative numbers of tokens, int32 [runs + 1]."""
+    tokens: int
+
+
 def row_mask(
-    cu_seq_lens: Tensor, tokens: int, is_causal: bool, window: int | None, chunk: int | None = None
+    queries: Borders, keys: Borders, is_causal: bool, window: int | None, chunk: int | None = None
 ) -> BlockMask:
-    """Make the BlockMask of a packed row, in which the tokens that a token attends to form an interval.
+    """Make the BlockMask of a row, in which the keys that a query attends to form an interval.
 
     Args:
-        cu_seq_lens: cumulative segment lengths, int32 [segments + 1].
-        tokens: number of tokens in the row. All other arguments are explained in `attend_exactly`.
+        queries, keys: the runs of queries, and those of their keys. The last query of a run belongs to its last key. In
+            a packed row, both are the segments. All other arguments are explained in `attend_exactly`.
     """
-    place = torch.arange(places_of_masks(tokens), dtype=torch.int32, device=cu_seq_lens.device).clamp(max=tokens - 1)
-    segment = torch.searchsorted(cu_seq_lens, place, right=True) - 1
-    first, last = cu_seq_lens[segment], cu_seq_lens[segment + 1] - 1
-    if chunk is not None:
-        first = place - (place - first) % chunk
-        last = torch.minimum(last, first + (chunk - 1))
-    if window is not None:
-        first, last = torch.maximum(first, place - (window - 1)), torch.minimum(last, place + (window - 1))
-    last_key, first_query = (place, place) if is_causal else (last, first)
+    near = None if window is None else window - 1
+    ahead = 0 if is_causal else near
+    first, last = _intervals(queries, keys, near, ahead, chunk)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        return (key >= first[query]) & (key <= last_key[query])
+        return (key >= first[query]) & (key <= last[query])
 
     if not torch.compiler.is_compiling():
         mark_static(first)
-        mark_static(last_key)
-    blocks = *_blocks_between(first, last_key, tokens), *_blocks_between(first_query, last, tokens)
-    return make_block_mask(attends, tokens, blocks)
-
-
-def places_of_masks(tokens: int) -> int:
-    """Return the number of places in the tensors that a mask reads."""
-    return max(LEAST_PLACES, 1 << (tokens - 1).bit_length())
-
-
-def make_block_mask(attends: Callable[..., Tensor], tokens: int, blocks: Iterable[Tensor]) -> BlockMask:
-    """Return the BlockMask of a row.
-
-    Args:
-        attends: whether a query attends to a key.
-        tokens: number of tokens in the row.
-        blocks: for each block of queries, the number of blocks of keys that are visible in part, int32 [blocks]; their
-            indices, followed by other indices, int32 [blocks, blocks]; the same for those visible in full; and for each
-            block of keys, the same four of the blocks of queries from which it is visible.
-    """
-    arguments: Any = (tokens, tokens), *[each[None, None] for each in blocks], (BLOCK, BLOCK), attends
+        mark_static(last)
+    first_query, last_query = _intervals(keys, queries, ahead, near, chunk)
+    blocks = (
+        *_blocks_between(first, last, queries.tokens, keys.tokens),
+        *_blocks_between(first_query, last_query, keys.tokens, queries.tokens),
+    )
+    arguments: Any = (queries.tokens, keys.tokens), *[each[None, None] for each in blocks], (BLOCK, BLOCK), attends
     return BlockMask(*arguments)
 
 
-def _blocks_between(first: Tensor, last: Tensor, tokens: int) -> Iterable[Tensor]:
+def _intervals(
+    own: Borders, others: Borders, back: int | None, ahead: int | None, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return the first and the last of the other tokens that see, or are seen from, each token, int32 [places]. The
+    places after the tokens repeat the last token.
+
+    Args:
+        back, ahead: the largest distances to earlier and to later tokens; None for no limit.
+    """
+    places = max(LEAST_PLACES, 1 << (own.tokens - 1).bit_length())
+    place = torch.arange(places, dtype=torch.int32, device=own.cu_lens.device).clamp(max=own.tokens - 1)
+    run = torch.searchsorted(own.cu_lens, place, right=True) - 1
+    first, end = others.cu_lens[run], others.cu_lens[run + 1]
+    same, last = place + (end - own.cu_lens[run + 1]), end - 1
+    if chunk is not None:
+        first = same - (same - first) % chunk
+        last = torch.minimum(last, first + (chunk - 1))
+    if back is not None:
+        first = torch.maximum(first, same - back)
+    if ahead is not None:
+        last = torch.minimum(last, same + ahead)
+    return first, last
+
+
+def _blocks_between(first: Tensor, last: Tensor, tokens: int, others: int) -> Iterable[Tensor]:
     """Return the blocks that are visible from each block, if an interval of tokens is visible from each token.
 
     The intervals of a block's tokens overlap or touch, so the visible blocks form an interval too. A pair of blocks is
     full if all tokens of one are visible from all tokens of the other. A block that the row's end cuts is never full.
 
     Args:
-        first: int32 [places], the first token that is visible from each token; never falls. The places after the row's
-            tokens repeat its last token.
-        last: int32 [places], the last token that is visible from each token; never falls.
-        tokens: number of tokens in the row.
+        first, last: what `_intervals` returns; neither ever falls.
+        tokens, others: the numbers of tokens, and of those that are visible from them.
+
+    Returns:
+        For each block, the number of other blocks that are visible in part, int32 [blocks]; their indices, followed by
+        other indices, int32 [blocks, other blocks]; and the same for those visible in full.
     """
     blocks = -(-tokens // BLOCK)
     first, last = (places[: blocks * BLOCK].view(blocks, BLOCK) for places in (first, last))
-    number = torch.arange(blocks, dtype=torch.int32, device=first.device)
+    number, other = (
+        torch.arange(-(-each // BLOCK), dtype=torch.int32, device=first.device) for each in (tokens, others)
+    )
     begin, end = first[:, 0] // BLOCK, last[:, -1] // BLOCK + 1
     begin_full, end_full = (first[:, -1] + BLOCK - 1) // BLOCK, (last[:, 0] + 1) // BLOCK
     full = (end_full - begin_full).clamp(min=0) * ((number + 1) * BLOCK <= tokens)
-    skipped = torch.where(number[None] >= (begin_full - begin)[:, None], full[:, None], 0)
-    indices = (begin[:, None] + number + skipped).clamp(max=blocks - 1)
-    full_indices = (begin_full[:, None] + number).clamp(max=blocks - 1)
+    skipped = torch.where(other[None] >= (begin_full - begin)[:, None], full[:, None], 0)
+    indices = (begin[:, None] + other + skipped).clamp(max=len(other) - 1)
+    full_indices = (begin_full[:, None] + other).clamp(max=len(other) - 1)
     return end - begin - full, indices, full, full_indices

@@ -20,12 +20,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.exact import TracedRow, gather_tokens
+from hf_packing.attention.exact import TracedRow, with_gathered_keys
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
-from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, within
+from hf_packing.attention.layout import Layout, within
 from hf_packing.attention.model import Arguments
 
 DEVICES = {"cuda"}
@@ -38,10 +37,6 @@ _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 """Variable-length kernels require head dimensions that are multiples of this number, and not larger than
 `_MAX_HEAD_DIM`."""
-
-MOST_KEYS = 32768
-"""The most keys that are gathered along paths and kept for the backward pass. With 8 heads of 128 numbers in bfloat16,
-these keys and their values take 128 MiB in every layer."""
 
 _NAMES = {
     "query": ("q", "query"),
@@ -69,8 +64,8 @@ class Call(NamedTuple):
     head_dim: int
     """The head dimension of queries and keys or that of values, whichever is larger."""
     asked: tuple[str, ...] = ()
-    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks", "dropout", "gathered keys", which
-    come from elsewhere, and "window on both sides" of queries with such keys."""
+    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks", "dropout", and "window on both
+    sides" of queries whose keys come from other ranks."""
     hub: str | None = None
     """The name of the layer's kernel from the hub, or None."""
 
@@ -114,8 +109,7 @@ class VarlenKernel:
             return f"takes no {call.dtype}"
         if call.head_dim > _MAX_HEAD_DIM:
             return f"takes head dimensions up to {_MAX_HEAD_DIM}"
-        taken = {*self.arguments, "gathered keys"}
-        missing = [meaning for meaning in ("scale", *call.asked) if meaning not in taken]
+        missing = [meaning for meaning in ("scale", *call.asked) if meaning not in self.arguments]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
     def attend(
@@ -132,11 +126,7 @@ class VarlenKernel:
         dropout: float = 0.0,
         **refused: None,  # noqa: ARG002
     ) -> Tensor:
-        """Compute the result of `attend_exactly`, whose arguments these are, on the query's device.
-
-        In trees and on several ranks, keys and values are gathered. If these are many, they are gathered again in the
-        backward pass, so that those of only one layer are in memory.
-        """
+        """Compute the result of `attend_exactly`, whose arguments these are, on the query's device."""
         back = self.no_limit if window is None else window - 1
         options = {
             "scale": scale,
@@ -146,26 +136,17 @@ class VarlenKernel:
             "dropout": dropout or None,
             "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         }
-        if not row.sees_others:
-            return self._call(query, key, value, row, row, options)
-        places, queries, keys = keys_along_paths(row, is_causal, window, query.device)
-
-        def attend() -> Tensor:
-            return self._call(query, gather_tokens(key, places), gather_tokens(value, places), queries, keys, options)
-
-        if len(places) <= MOST_KEYS or not torch.is_grad_enabled():
-            return attend()
-        gathered_again: Tensor = checkpoint(attend, use_reentrant=False, preserve_rng_state=dropout > 0)
-        return gathered_again
+        attend = partial(self._call, query, options)
+        return with_gathered_keys(attend, key, value, row, is_causal, window, dropout=dropout)
 
     def _call(
         self,
         query: Tensor,
+        options: Arguments,
         key: Tensor,
         value: Tensor,
         queries: Layout | TracedRow,
         keys: Layout | TracedRow,
-        options: Arguments,
     ) -> Tensor:
         """Call the kernel's function. The queries of each segment belong to its last keys."""
         value_dim = value.shape[-1]
@@ -186,18 +167,6 @@ class VarlenKernel:
         return output
 
 
-@once_for_all_layers
-def keys_along_paths(
-    row: Layout, is_causal: bool, window: int | None, device: torch.device
-) -> tuple[Tensor, Layout, Layout]:
-    """Return the keys of the runs of a row whose segments see others: where each is among the keys that attention gets,
-    int64 [keys]; the layout of the runs' queries; and that of their keys."""
-    runs, places = row.runs(is_causal, window, None)
-    assert places is not None
-    queries, keys = (Layout.of([*lengths], device) for lengths in zip(*(run[:2] for run in runs), strict=True))
-    return on_device(places, device), queries, keys
-
-
 class FlexKernel:
     """torch's FlexAttention, with a mask that is made from the borders of the segments."""
 
@@ -207,7 +176,7 @@ class FlexKernel:
         """Return why FlexAttention does not take a call; an empty string if it does."""
         if call.dtype not in HALF_PRECISION:  # in float32, it rounds to TF32, or is slow
             return f"takes no {call.dtype}"
-        missing = [name for name in ("dropout", "gathered keys") if name in call.asked]
+        missing = [name for name in ("dropout", "window on both sides") if name in call.asked]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
     attend = staticmethod(attend_with_flex)

@@ -191,10 +191,6 @@ class Layout:
         """
         return key, value, {}
 
-    def block_mask(self, *_: Any) -> Any:
-        """Return the mask for FlexAttention, given a device, window and chunk; None if it follows from the borders."""
-        return None
-
     def gather_documents(self, given: Any, axes: TokenAxes) -> tuple[Any, "Layout", Tensor | None]:  # noqa: ARG002
         """Return what a module gets that has to run on whole documents.
 

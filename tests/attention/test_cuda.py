@@ -14,7 +14,7 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention import block_of, kernels
 from hf_packing.attention.exact import attend_exactly
-from hf_packing.attention.flex import row_mask
+from hf_packing.attention.flex import Borders, row_mask
 from hf_packing.attention.kernels import KERNELS, Call, VarlenKernel
 from hf_packing.attention.kinds.split import SplitLayout, exchange_of
 from hf_packing.attention.kinds.trees import TreeLayout
@@ -106,7 +106,7 @@ def test_flex_attention_in_rows_of_many_sizes(is_causal):
 
 def test_compiled_masks_are_those_of_uncompiled_code():
     def blocks(borders):
-        mask = row_mask(borders, 512, True, None)
+        mask = row_mask(*[Borders(borders, 512)] * 2, True, None)
         return mask.kv_num_blocks, mask.kv_indices, mask.q_num_blocks, mask.q_indices
 
     borders = torch.tensor([0, 130, 131, 195, 495, 512, 512], dtype=torch.int32, device="cuda")
@@ -116,10 +116,10 @@ def test_compiled_masks_are_those_of_uncompiled_code():
 
 def test_masks_are_made_without_waiting_for_the_device():
     borders = torch.arange(0, 16385, 512, dtype=torch.int32, device="cuda")
-    row_mask(borders, 16384, True, None)
+    row_mask(*[Borders(borders, 16384)] * 2, True, None)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        row_mask(borders, 16384, True, 4096)
+        row_mask(*[Borders(borders, 16384)] * 2, True, 4096)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

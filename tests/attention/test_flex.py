@@ -1,10 +1,8 @@
-"""FlexAttention with masks from borders or trees, against literal masks, torch's own and exact attention.
+"""FlexAttention with masks from borders, against literal masks, torch's own and exact attention.
 
 The kernels of FlexAttention need CUDA. On a CPU, torch computes it without kernels and without looking at blocks, so
 attention and blocks are tested separately; and in one slow test together, where torch compiles it for the CPU.
 """
-
-import sys
 
 import pytest
 import torch
@@ -16,26 +14,37 @@ from tiers import rarely
 from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex
-from hf_packing.attention.exact import attend_exactly
-from hf_packing.attention.flex import BLOCK, attend_with_flex, row_mask
-from hf_packing.attention.kinds.trees import tree_mask
+from hf_packing.attention.exact import attend_exactly, keys_along_paths
+from hf_packing.attention.flex import BLOCK, Borders, attend_with_flex, row_mask
 from hf_packing.attention.layout import Layout
 
 
 def mask_of(row, *how):
-    if row.trees.has_branches:
-        return tree_mask(row.trees, *how[1:], torch.device("cpu"))
-    return row_mask(borders_of(row.lengths), sum(row.lengths), *how)
+    borders = Borders(borders_of(row.lengths), sum(row.lengths))
+    if not row.trees.has_branches:
+        return row_mask(borders, borders, *how)
+    _, *runs = keys_along_paths(row.layout, *how, torch.device("cpu"))
+    return row_mask(*(Borders(each.cu_seq_lens, each.tokens) for each in runs), *how[:2])
+
+
+def places_of_keys(row, *how):
+    if not row.trees.has_branches:
+        return torch.arange(row.trees.tokens)
+    return keys_along_paths(row.layout, *how, torch.device("cpu"))[0]
 
 
 @settings(max_examples=30)
 @given(rows(60, 130))
 @example((WIDE, (True, None, None)))
 @example((WIDE, (True, 150, None)))
+@example((WIDE, (True, None, 100)))
 def test_the_mask_is_the_literal_one(drawn):
+    """A key may be gathered several times, and each query sees one of them."""
     row, how = drawn
-    place = torch.arange(row.trees.tokens)
-    assert torch.equal(mask_of(row, *how).mask_mod(0, 0, place[:, None], place), literal_mask(row, *how))
+    places, tokens = places_of_keys(row, *how), row.trees.tokens
+    seen = mask_of(row, *how).mask_mod(0, 0, torch.arange(tokens)[:, None], torch.arange(len(places)))
+    seen = torch.zeros(tokens, tokens, dtype=torch.int64).index_add_(1, places, seen.long())
+    assert torch.equal(seen, literal_mask(row, *how).long())
 
 
 def listed(mask, name):
@@ -61,11 +70,11 @@ def listed(mask, name):
 @example((WIDE, (True, 150, None)))
 @example((Row((BLOCK, BLOCK, BLOCK), (-1, 0, 0)), (True, None, None)))
 def test_no_visible_block_is_missing_and_full_blocks_are_full(drawn):
-    """Blocks are those of torch's own mask, but in trees with windows or chunks, where there may be more."""
+    """Blocks are those of torch's own mask."""
     row, how = drawn
-    ours, tokens = mask_of(row, *how), row.trees.tokens
-    theirs = of_torch.create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu")
-    assert ours.shape == theirs.shape == (1, 1, tokens, tokens)
+    ours, sizes = mask_of(row, *how), (row.trees.tokens, len(places_of_keys(row, *how)))
+    theirs = of_torch.create_block_mask(ours.mask_mod, None, None, *sizes, device="cpu")
+    assert ours.shape == theirs.shape == (1, 1, *sizes)
     assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
     # the compiled kernel reads indices one after another, whatever the strides are
     assert all(getattr(ours, f"{name}_indices").is_contiguous() for name in ("kv", "full_kv", "q", "full_q"))
@@ -74,12 +83,8 @@ def test_no_visible_block_is_missing_and_full_blocks_are_full(drawn):
     )
     assert torch.equal(partial.T, listed(ours, "q"))
     assert torch.equal(full.T, listed(ours, "full_q"))
-    assert not (partial & full).any()
-    assert not (full & ~expected_full).any()
-    assert not ((expected | expected_full) & ~(partial | full)).any()
-    if not row.trees.has_branches or how == (True, None, None):
-        assert torch.equal(partial, expected)
-        assert torch.equal(full, expected_full)
+    assert torch.equal(partial, expected)
+    assert torch.equal(full, expected_full)
 
 
 def test_a_row_has_full_blocks_and_others():
@@ -91,14 +96,13 @@ def test_a_row_has_full_blocks_and_others():
     partial, full = listed(mask, "kv"), listed(mask, "full_kv")
     assert full.any()
     assert partial.any()
-    assert not (partial | full).tril().equal(torch.ones_like(full).tril())
     assert listed(mask_of(WIDE, True, 20, None), "kv").sum() < (partial | full).sum()
 
 
 def test_borders_with_empty_segments_at_the_end():
     """Batches of fixed shapes are filled with empty segments."""
-    filled = row_mask(torch.tensor([0, 200, 300, 300, 300], dtype=torch.int32), 300, True, None)
-    plain = row_mask(borders_of([200, 100]), 300, True, None)
+    both = torch.tensor([0, 200, 300, 300, 300], dtype=torch.int32), borders_of([200, 100])
+    filled, plain = (row_mask(Borders(each, 300), Borders(each, 300), True, None) for each in both)
     place = torch.arange(300)
     assert torch.equal(filled.mask_mod(0, 0, place[:, None], place), plain.mask_mod(0, 0, place[:, None], place))
     assert torch.equal(filled.to_dense(), plain.to_dense())
@@ -115,10 +119,10 @@ def test_is_exact_attention(call):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("row", "make"), [(WIDE, tree_mask), (Row((5, 7)), row_mask)])
-def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row, make):
+@pytest.mark.parametrize("row", [WIDE, Row((5, 7))])
+def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row):
     layout, made = row.layout, []
-    monkeypatch.setattr(sys.modules[make.__module__], make.__name__, lambda *how: made.append(how) or make(*how))
+    monkeypatch.setattr(flex, "row_mask", lambda *how: made.append(how) or row_mask(*how))
     tensors = [torch.randn(1, 1, layout.tokens, 16) for _ in range(3)]
     with torch.no_grad():
         for window in (None, None, 3, None):
@@ -128,7 +132,7 @@ def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row, make):
 
 def parts_of_mask(borders, tokens, *how):
     """All that the compiled kernel reads: the lists of blocks, and what each token sees."""
-    mask, place = row_mask(borders, tokens, *how), torch.arange(tokens)
+    mask, place = row_mask(*[Borders(borders, tokens)] * 2, *how), torch.arange(tokens)
     return [getattr(mask, name) for name in LISTS] + [mask.mask_mod(0, 0, place[:, None], place)]
 
 

@@ -35,7 +35,7 @@ from training_by_hand import batch_of
 from tree_rows import forests
 
 import hf_packing as hfp
-from hf_packing.attention import function, kernels, patch, prove_on_batch
+from hf_packing.attention import exact, function, kernels, patch, prove_on_batch
 from hf_packing.attention.exact import TracedRow, attend_exactly
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel, fallbacks, kernel_of
 from hf_packing.attention.kinds.split import SplitLayout, exchange_of
@@ -93,8 +93,7 @@ EXACT = "exact attention, segment by segment"
         (TORCH_KERNEL, call(head_dim=512), "takes head dimensions up to 256"),
         (TORCH_KERNEL, call("chunk"), "takes no chunk"),
         (TORCH_KERNEL, call("window"), ""),
-        (TORCH_KERNEL, call("gathered keys", "window"), ""),
-        (TORCH_KERNEL, call("gathered keys", "window on both sides"), "takes no window on both sides"),
+        (TORCH_KERNEL, call("window on both sides"), "takes no window on both sides"),
         ("flash-attn 3", call("dropout"), "takes no dropout"),
         ("flash-attn 4", call("dropout"), "takes no dropout"),
         ("flash-attn 4", call("sinks"), "takes no sinks"),
@@ -107,8 +106,9 @@ def test_what_the_newest_kernels_take(name, asked, reason):
     assert VarlenKernel(name, lambda: None).refusal(asked) == "not installed"
 
 
-def test_flex_attention_takes_no_keys_from_elsewhere():
-    assert FlexKernel().refusal(call("gathered keys")) == "takes no gathered keys"
+def test_what_flex_attention_does_not_take():
+    assert FlexKernel().refusal(call("window", "chunk", "softcap", "sinks")) == ""
+    assert FlexKernel().refusal(call("window on both sides")) == "takes no window on both sides"
 
 
 def test_dropout_and_determinism_are_passed_on():
@@ -294,7 +294,7 @@ def test_keys_are_gathered_along_paths(forest, window, most):
     row = (TreeLayout if trees.has_branches else Layout).of(trees)
     inputs = tensors(tokens=trees.tokens)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "MOST_KEYS", most)
+        patch.setattr(exact, "MOST_KEYS", most)
         ours = stand_in("flash-attn 2", NEWEST).attend(*inputs, row, **how)
         assert_equal_with_gradients(ours, attend_exactly(*inputs, row, **how), inputs)
 
@@ -320,7 +320,7 @@ def test_the_parts_of_a_row_on_several_ranks_are_right_or_refused(name, signatur
 def test_the_keys_of_a_chat_are_gathered_once():
     """Its first children are in the run of their parent; otherwise n turns would gather n / 2 times their tokens."""
     row = TreeLayout.of(TreeSegments((4, 3, 2, 5, 6), (-1, 0, 1, 2, 1)))
-    places, queries, keys = kernels.keys_along_paths(row, True, None, torch.device("cpu"))
+    places, queries, keys = exact.keys_along_paths(row, True, None, None, torch.device("cpu"))
     assert (queries.cu_seq_lens.tolist(), keys.cu_seq_lens.tolist(), keys.max_length) == ([0, 14, 20], [0, 14, 27], 14)
     assert places.tolist() == [*range(14), *range(7), *range(14, 20)]
 

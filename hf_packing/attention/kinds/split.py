@@ -67,7 +67,7 @@ class SplitLayout(Layout):
         """Get the keys and values that this rank sees from the other ranks, in one exchange."""
         both = exchange_of(self, is_causal, window, chunk)(torch.cat([key, value], dim=3), axis=2)
         key, value = torch.split(both, [key.shape[3], value.shape[3]], dim=3)
-        return key, value, {"gathered keys": True, "window on both sides": not is_causal and window}
+        return key, value, {"window on both sides": not is_causal and window}
 
     def gather_documents(self, given: Any, axes: TokenAxes) -> tuple[Any, Layout, Tensor]:
         """Get the whole documents of which this rank has pieces, since some modules, such as rotary scales, depend on

@@ -17,12 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_proof import BatchCase
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training
-from hf_packing.attention.flex import BLOCK, make_block_mask, places_of_masks
 from hf_packing.attention.kinds.kind import Batch, proving, refuse_earlier_tokens, refuse_missing_weights, tokens_of
 from hf_packing.attention.kinds.padded import PADDED, PaddedRows, unpadding_of
 from hf_packing.attention.layout import Layout, on_device, within
@@ -34,10 +32,9 @@ from hf_packing.attention.token_axes import Place, TokenAxes
 from hf_packing.attention.tolerance import apart
 from hf_packing.columns import CU_SEQ_LENS, ENDS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX
 from hf_packing.errors import ModelNotSupportedError, PackingError
-from hf_packing.planning.lengths import BoolArray, IntArray
+from hf_packing.planning.lengths import IntArray
 from hf_packing.trees.find import BatchTrees, find_in_batch
 from hf_packing.trees.segments import Places, TreeSegments
-from hf_packing.upstream.torch import mark_static
 
 TREES = "trees"
 """What rows of trees are called among the kinds of batches that are proven for a model."""
@@ -82,9 +79,6 @@ class TreeLayout(Layout):
                 "shared prefix would depend on the documents that continue it"
             )
         return key, value, {}
-
-    def block_mask(self, device: torch.device, window: int | None, chunk: int | None) -> BlockMask:
-        return tree_mask(self.trees, window, chunk, device)
 
     @cached_property
     def _first_places(self) -> Tensor:
@@ -162,72 +156,6 @@ def read_trees(inputs: Inputs) -> Layout:
             f"{positions.flatten().tolist()[:8]}"
         )
     return layout
-
-
-_NEVER = 2**31 - 1
-"""An end that no token reaches. The places after the row's tokens have it, so that each attends at least to itself."""
-
-
-def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device: torch.device) -> BlockMask:
-    """Make the BlockMask of a row of trees.
-
-    Segments are in depth-first order, so everything below a segment directly follows it. A token therefore attends to
-    an earlier one if it stands before the end of what is below that token's segment.
-
-    Args:
-        trees: the segments of the row.
-        window, chunk: arguments of `attend_exactly`.
-        device: where the mask is needed.
-    """
-    tokens, depths = trees.tokens, trees.position_ids
-    window, chunk = window or tokens, chunk or tokens
-    first = np.maximum(depths - window + 1, depths // chunk * chunk)
-    ends = np.repeat(trees.begins[list(trees.ends_below)], trees.lengths)
-    after = 0, places_of_masks(tokens) - tokens
-    depth, least, end = (
-        on_device(np.pad(each, after, constant_values=fill).astype(np.int32), device)
-        for each, fill in ((depths, 0), (first, 0), (ends, _NEVER))
-    )
-
-    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        return (key <= query) & (query < end[key]) & (depth[key] >= least[query])
-
-    for each in (depth, least, end):
-        mark_static(each)
-    seen, full = _visible_blocks(depths, first, ends)
-    blocks = [each for blocks in (seen, full, seen.T, full.T) for each in _listed(blocks)]
-    return make_block_mask(attends, tokens, [on_device(each, device) for each in blocks])
-
-
-def _visible_blocks(depths: IntArray, first: IntArray, ends: IntArray) -> tuple[BoolArray, BoolArray]:
-    """Return for each block of queries which blocks of keys are visible in part, and which are visible in full.
-
-    With windows or chunks, the mask may hide all tokens of a block that is visible in part, which costs a little time.
-
-    Args:
-        depths: int [tokens], the position of each token in its documents.
-        first: int [tokens], the first position that each token attends to.
-        ends: int [tokens], the token after everything below each token's segment.
-
-    Returns:
-        bool [blocks of queries, blocks of keys], twice.
-    """
-    begin = np.arange(0, len(depths), BLOCK)
-    (shallowest, lowest, first_end), (deepest, highest, last_end) = (
-        [limit.reduceat(each, begin) for each in (depths, first, ends)] for limit in (np.minimum, np.maximum)
-    )
-    query, end = begin[:, None], begin[:, None] + BLOCK
-    seen = (begin <= query) & (last_end > query) & (deepest >= lowest[:, None])
-    full = (begin < query) & (end <= len(depths))  # blocks that the row's end cuts are never full
-    full &= (first_end >= end) & (shallowest >= highest[:, None])
-    return seen & ~full, full
-
-
-def _listed(blocks: BoolArray) -> tuple[IntArray, IntArray]:
-    """Return the number of True entries in each row, int32 [blocks], and their indices, followed by those of the other
-    entries, int32 [blocks, blocks]."""
-    order = np.argsort(~blocks, axis=1, kind="stable")
-    return blocks.sum(1, dtype=np.int32), order.astype(np.int32, order="C")  # as the compiled kernel reads it
 
 
 _TREES = TreeSegments((13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10), (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1))
