@@ -58,48 +58,34 @@ def attend_with_flex(
 
     def attend(key: Tensor, value: Tensor, queries: Layout | TracedRow, keys: Layout | TracedRow) -> Tensor:
         make_mask = _kept_mask_of if isinstance(queries, Layout) else _mask_of
-        of_chunks = None if row.sees_others else chunk  # runs of tokens are in one chunk
+        of_chunks = None if row.sees_others else chunk  # a run of tokens is in one chunk
         sizes = query.shape[2], key.shape[2]
-        mask = make_mask(queries, keys, sizes, query.device, is_causal, window, of_chunks)
-        return _attend_with_mask(query, key, value, mask, scale, softcap, sinks)
+        head_dim = max(query.shape[-1], value.shape[-1], _LEAST_HEAD_DIM)
+        head_dim = 1 << (head_dim - 1).bit_length()
+        q, k, v = (pad_head_dim(tensor, head_dim) for tensor in (query, key, value))
+        options: dict[str, Any] = {
+            "score_mod": _scaled(scale, softcap, query),
+            "block_mask": make_mask(queries, keys, sizes, query.device, is_causal, window, of_chunks),
+            "scale": 1.0,
+            "enable_gqa": q.shape[1] != k.shape[1],
+            "kernel_options": _NOT_FOR_FEW_TOKENS,
+        }
+        if sinks is not None:
+            options["return_aux"] = AuxRequest(lse=True)
+        call = _attend
+        if _needs_compiler(query):
+            of_heads = q.dtype, q.shape[1], k.shape[1], head_dim
+            call = _compiled((*of_heads, softcap is None, sinks is None, row.sees_others))
+        output = call(q, k, v, options)
+        if sinks is not None:
+            output, aux = output
+            # a sink is one more score in the softmax, which leaves this share to the tokens
+            share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(1, -1, 1))
+            output = (output * share[..., None]).to(output.dtype)
+        attended: Tensor = output[..., : value.shape[-1]]
+        return attended
 
     return with_gathered_keys(attend, key, value, row, is_causal, window, chunk)
-
-
-def _attend_with_mask(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    value_dim = value.shape[-1]
-    head_dim = max(query.shape[-1], value_dim, _LEAST_HEAD_DIM)
-    head_dim = 1 << (head_dim - 1).bit_length()
-    q, k, v = (pad_head_dim(tensor, head_dim) for tensor in (query, key, value))
-    options: dict[str, Any] = {
-        "score_mod": _scaled(scale, softcap, query),
-        "block_mask": mask,
-        "scale": 1.0,
-        "enable_gqa": q.shape[1] != k.shape[1],
-        "kernel_options": _NOT_FOR_FEW_TOKENS,
-    }
-    if sinks is not None:
-        options["return_aux"] = AuxRequest(lse=True)
-    attend = _attend
-    if _needs_compiler(query):
-        is_gathered = q.shape[2] != k.shape[2]
-        attend = _compiled((q.dtype, q.shape[1], k.shape[1], head_dim, softcap is None, sinks is None, is_gathered))
-    output = attend(q, k, v, options)
-    if sinks is not None:
-        output, aux = output
-        # a sink is one more score in the softmax, which leaves this share to the tokens
-        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(1, -1, 1))
-        output = (output * share[..., None]).to(output.dtype)
-    attended: Tensor = output[..., :value_dim]
-    return attended
 
 
 def _mask_of(
