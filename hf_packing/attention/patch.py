@@ -102,7 +102,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     every document has to have the logits and gradients that it has alone; and replacing a segment must change nothing
     but the segment and what is below it. A batch of a kind that is not proven raises PackingError.
 
-    The proof takes twenty to thirty forwards of few tokens, and more if a model needs several searches. It covers only
+    The proof takes 65 to 80 forwards of at most 41 tokens, and more if a model needs several searches. It covers only
     the kernel for the model's current device and dtype, so move the model there first.
 
     Args:
