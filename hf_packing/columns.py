@@ -162,6 +162,10 @@ def check_columns(needed: Iterable[str], names: Collection[str], where: str, hin
             raise PackingError(f"column {name!r}: expected this column {where}, got the columns {found}{hint}")
 
 
+PICTURES = {"image", "images", "pixel_values"}
+"""Names that columns of pictures usually have."""
+
+
 def refuse_columns(refused: Iterable[str], names: Collection[str], expected: str) -> None:
     """Raise PackingError if there is a column that is refused; the message says what is expected instead."""
     for name in refused:

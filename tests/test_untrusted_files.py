@@ -158,6 +158,9 @@ def test_manifests_name_files_of_their_folder(tmp_path, name):
     file.write_text(re.sub('"name": "[^"]*"', f'"name": "{name}"', file.read_text()))
     with pytest.raises(hfp.PackingError, match=f"manifests that name files of their own folder, got '{name}'"):
         read_manifest(str(tmp_path / "out"))
+    file.write_text(file.read_text().replace('"remarks"', '"other"'))
+    with pytest.raises(hfp.PackingError, match="expected files that this version of fleet.pack has written"):
+        read_manifest(str(tmp_path / "out"))
 
 
 def test_links_in_a_cache_are_not_followed_when_it_is_cleaned(tmp_path):

@@ -276,4 +276,11 @@ def read_manifest(output: str) -> PackedCorpus | None:
     known = folder.read(MANIFEST)
     if known is None or "hf_packing" not in known:
         return None
-    return PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])
+    try:
+        files = [PackedFile(**file) for file in known["files"]]
+    except TypeError:  # other fields
+        raise PackingError(
+            f"{output}: expected files that this version of fleet.pack has written, got those of another version; "
+            "load them with load_dataset"
+        ) from None
+    return PackedCorpus(folder, known["strategy"], files)

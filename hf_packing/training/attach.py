@@ -15,7 +15,7 @@ from transformers import Trainer
 from hf_packing.attention import ProveInTraining, block_of, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import check_choice, check_type, expect, refuse_older
-from hf_packing.columns import LOSS_WEIGHT, LOSS_WEIGHTS, SEGMENT_COLUMNS, refuse_columns
+from hf_packing.columns import LOSS_WEIGHT, LOSS_WEIGHTS, PICTURES, SEGMENT_COLUMNS, refuse_columns
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.sampling.batching import Batching, check_batching
@@ -34,7 +34,6 @@ from hf_packing.training.streams import StreamSummary
 from hf_packing.training.trainer import PackedTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.trees.forest import check_fewest_shared
 
-_PICTURES = {"image", "images", "pixel_values"}
 """Columns of pictures, as collators of TRL and processors of transformers name them."""
 
 
@@ -219,7 +218,7 @@ def keeps_rows_whole(trainer: Any) -> bool:
 def _has_pictures(dataset: Any) -> bool:
     """Return whether the rows of a map-style dataset have pictures in one of the usual columns."""
     names = getattr(dataset, "column_names", None) or next(iter(dataset or ()), ())
-    return isinstance(names, (list, Mapping)) and not _PICTURES.isdisjoint(names)
+    return isinstance(names, (list, Mapping)) and not PICTURES.isdisjoint(names)
 
 
 def _check_keeps_rows(trainer: Trainer, batching: Any) -> None:

@@ -23,7 +23,7 @@ from hf_packing.attention import (
 )
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import check_choice, check_real, check_type, expect
-from hf_packing.columns import INPUT_IDS
+from hf_packing.columns import INPUT_IDS, PICTURES, refuse_columns
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
@@ -118,6 +118,10 @@ def prepare_dataloader(
             raise PackingError("model: expected the model that is trained, for documents on several ranks, got None")
         if shapes != (None, None):
             balanced = balanced.within(shapes)
+        of_loop = (
+            "no pictures, which a loop would leave out; remove the column, or use attach, which keeps such rows whole"
+        )
+        refuse_columns(sorted(PICTURES), getattr(dataset, "column_names", None) or (), of_loop)
         reading = Reading.of_model(model)
         source = open_source(
             "dataset",

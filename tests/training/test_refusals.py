@@ -503,6 +503,7 @@ IDS = torch.tensor([[5, 6]])
 LOOPS = [
     *((name, lambda name=name: loop(**{name: 1})) for name in ("batch_size", "shuffle", "collate_fn", "generator")),
     ("accelerator", lambda: hfp.prepare_dataloader(documents(3), Accelerator(cpu=True), BUDGET)),
+    ("column 'pixel_values'", lambda: loop(data=DATA.add_column("pixel_values", [[0.5]] * len(DATA)))),
     ("dispatch_batches", lambda: loop(data=DATA.to_iterable_dataset(num_shards=4), accelerator=dispatching())),
     ("prove", lambda: loop(model=build("Llama"), prove=True)),
     ("prove", lambda: hfp.patch_model(build("Llama"), prove=True)),
