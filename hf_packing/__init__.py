@@ -6,7 +6,7 @@ Public names are imported when they are first used, so that `import hf_packing` 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME_OF = {
     "BestFit": "strategies.greedy",
