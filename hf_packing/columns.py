@@ -163,7 +163,7 @@ def check_columns(needed: Iterable[str], names: Collection[str], where: str, hin
 
 
 PICTURES = {"image", "images", "pixel_values"}
-"""Names that columns of pictures usually have."""
+"""Columns of pictures, as collators of TRL and processors of transformers name them."""
 
 
 def refuse_columns(refused: Iterable[str], names: Collection[str], expected: str) -> None:

@@ -34,9 +34,6 @@ from hf_packing.training.streams import StreamSummary
 from hf_packing.training.trainer import PackedTrainer, UnpaddedTrainer, WholeRowTrainer
 from hf_packing.trees.forest import check_fewest_shared
 
-"""Columns of pictures, as collators of TRL and processors of transformers name them."""
-
-
 _SORTING = {"aot", "aot_unpaired"}
 """Losses of DPOTrainer that sort the pairs of a batch by what the models say of them. Few pairs show this seldom, above
 all before the training, when the models are the same."""

@@ -73,6 +73,10 @@ _BY_PACKED_ROWS: _Expected = {
     "predict_with_generate": (False, "evaluation batches are packed rows; generate from prompts after evaluate()"),
 }
 
+_BY_DOCUMENT_MEANS: _Expected = {
+    "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
+}
+
 
 def classes_of_trl(kind: type[Any]) -> list[type[Any]]:
     """Return a class of a trainer and its bases, as far as TRL defines them."""
@@ -135,7 +139,8 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             f"n_gpu: expected 1 GPU for each process, got {trainer.args.n_gpu}, since nn.DataParallel would split "
             "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
         )
-    for name, (value, why) in (_BY_PLANS | ({} if loss is None else _BY_PACKED_ROWS)).items():
+    by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
+    for name, (value, why) in (_BY_PLANS | by_loss[loss]).items():
         given = getattr(trainer.args, name, value)
         if given is not None and given != value:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
