@@ -86,8 +86,8 @@ class BatchCase(Case):
         runner.multiple = 1 if known is None else known.multiple
         tokens = self.inputs["input_ids"].flatten()[self.places]
         super().__init__(runner, training, trees, ends, tokens, _other_tokens(tokens, runner.model))
-        self.replacements = [segments_to_replace(trees)]
-        replaced = self.replacements[0]
+        replaced, others = halves_to_replace(trees)
+        self.replacements = [replaced, others]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""
@@ -115,16 +115,19 @@ _FEW = 4
 """Of fewer documents than this number, every second one is replaced."""
 
 
-def segments_to_replace(trees: TreeSegments) -> list[int]:
-    """Return about half of the segments that have nothing below them.
+def halves_to_replace(trees: TreeSegments) -> tuple[list[int], list[int]]:
+    """Return two halves of the segments that have nothing below them, to be replaced one after the other, so that each
+    segment is kept once beside replaced ones.
 
-    Among many, they are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ... For every
-    distance, some of them are that far before one that is kept, and some that far after one, so a leak to any later or
-    earlier document is visible.
+    Among many, the first half are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ... For
+    every distance, some of them are that far before one that is kept, and some that far after one.
     """
     leaves = trees.leaves if len(trees.leaves) > 1 else ()
     count = int if len(leaves) < _FEW else int.bit_count
-    return [leaf for number, leaf in enumerate(leaves) if count(number) % 2 == 0]
+    halves: tuple[list[int], list[int]] = [], []
+    for number, leaf in enumerate(leaves):
+        halves[count(number) % 2].append(leaf)
+    return halves
 
 
 def sampled_documents(lengths: Sequence[int], documents: Sequence[int], tokens: int) -> list[int]:
@@ -192,8 +195,13 @@ _Record = dict[str, tuple[Tensor, Tensor]]
 def locate_leak(case: BatchCase) -> str:
     """Return the class and name of the module in which a difference begins: the first one whose output for kept tokens
     changes when documents are replaced, but not its input; empty if there is none. All ranks make the same calls."""
+    return next(filter(None, [_begins_in(case, replaced) for replaced in case.replacements]), "")
+
+
+def _begins_in(case: BatchCase, replaced: list[int]) -> str:
+    """Return the module in which the difference begins that some replaced segments make."""
     with case.undisturbed(), case.runner.eagerly():
-        before, after = (_record(case, replaced) for replaced in ([], case.replacements[0]))
+        before, after = (_record(case, each, replaced) for each in ([], replaced))
     for name, found in before.items():
         has_same_input, has_same_output = map(torch.equal, found, after.get(name, found))
         if has_same_input and not has_same_output:
@@ -201,12 +209,12 @@ def locate_leak(case: BatchCase) -> str:
     return ""
 
 
-def _record(case: BatchCase, replaced: list[int]) -> _Record:
-    """Run a case with replaced segments, and return what is known of the kept tokens in the calls of modules on so many
-    tokens as the batch has. Several packed rows count as one long row."""
+def _record(case: BatchCase, replaced: list[int], compared: list[int]) -> _Record:
+    """Run a case with replaced segments, and return what is known of the tokens that none of the compared segments may
+    change in the calls of modules on so many tokens as the batch has. Several packed rows count as one long row."""
     tokens = case.inputs["input_ids"].numel()
     kept = torch.zeros(tokens, dtype=torch.bool, device=case.places.device)
-    kept[case.places] = ~case.has_tokens(case.may_notice(case.replacements[0]))
+    kept[case.places] = ~case.has_tokens(case.may_notice(compared))
 
     def sums(value: Any) -> Tensor:
         of_tokens = [

@@ -98,8 +98,8 @@ def check_isolation(
     model is patched, it takes no packed rows: it gets a padded batch with one document in each row instead, and all of
     its outputs are compared. `report.checked` says what was run.
 
-    With `batch`, the check runs on the documents of this batch, at their lengths, in both modes. Every second document
-    is replaced at once, and some documents are also compared with the same documents run alone, for a patched model
+    With `batch`, the check runs on the documents of this batch, at their lengths, in both modes. Half of the documents
+    are replaced at once, then the other half, and some documents are also compared with the same documents run alone, for a patched model
     without the patch. If replaced documents change others, the reason names the module in which this begins. If the
     model is sharded, all ranks have to call `check_isolation` at the same time.
 

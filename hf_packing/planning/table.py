@@ -13,11 +13,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import (
     IntArray,
+    check_lengths,
+    count_lengths,
     indices_in_ranges,
     offsets_of,
     smallest_index_type,
@@ -106,13 +110,27 @@ class PatternTable:
     def num_packs(self) -> int:
         return self.patterns.num_packs
 
-    def plan(self, lengths: IntArray) -> PackingPlan:
+    def plan(self, lengths: Any) -> PackingPlan:
         """Return the plan that assigns all documents to packs.
 
         Args:
-            lengths: integers [documents]: document lengths in tokens, already checked. The table must have been made
-                from counts of these lengths.
+            lengths: integers [documents]: document lengths in tokens.
+
+        Raises:
+            PackingError: the table was not made from the counts of these lengths.
         """
+        checked = check_lengths(lengths)
+        length, group = np.unique(self.cuts.document_length, return_inverse=True)
+        made_of, counted = np.bincount(group, self.cuts.documents), count_lengths(checked)
+        if not (np.array_equal(length, counted.length) and np.array_equal(made_of, counted.documents)):
+            raise PackingError(
+                f"lengths: expected as many documents of each length as the table was made for, {self.num_documents:,} "
+                f"in all, got {len(checked):,} documents with other lengths"
+            )
+        return self.plan_checked(checked)
+
+    def plan_checked(self, lengths: IntArray) -> PackingPlan:
+        """Return the plan of checked lengths, from whose counts the table was made."""
         patterns = self.patterns
         row = random_order(self.num_packs, self.seed, "packs")
         size, pack_capacity = np.empty_like(row), np.empty(len(row), dtype=np.int32)

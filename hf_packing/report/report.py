@@ -178,12 +178,15 @@ def _gain(best: ReportRow) -> str:
 
 
 def _cost(lengths: LengthSummary, best: ReportRow, rows: Sequence[ReportRow]) -> str:
-    cut = best.metrics.num_cut_documents
+    cut, padded = best.metrics.num_cut_documents, best.padded
     cuts = f"cuts {cut / lengths.documents:.2%} of the documents" if cut else "cuts no document"
     if cut and len(rows) > 1 and cut == min(row.metrics.num_cut_documents for row in rows):
         cuts += ", the fewest of all strategies"
-    if cut and cut == best.padded.cut_documents:
-        cuts += ", which are longer than a row"
+    if cut and cut == padded.cut_documents:
+        held = (padded.lost_tokens + cut * padded.max_length) / lengths.tokens
+        cuts += f", those longer than a row, which hold {held:.2%} of the tokens"
+        if held > _FEW_CUT:
+            cuts += " (longer rows would keep more of them whole)"
     reasons = f"it {cuts}, leaves {best.metrics.padding_ratio:.2%} of the slots empty"
     gap = best.compared.gap
     if gap == 0:

@@ -43,7 +43,7 @@ class LabelCounts(NamedTuple):
 
 
 def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> LabelCounts | None:
-    """Count the labels that a plan leaves, if documents have labels, and the plan drops some of their tokens.
+    """Count the labels that a plan leaves, if it drops tokens, or if all tokens are labels.
 
     Args:
         columns: as for `count_labels`.
@@ -51,10 +51,10 @@ def labels_left(columns: TokenColumns, plan: PackingPlan, keep_first: bool) -> L
         keep_first: as for `count_labels`.
 
     Returns:
-        The counts; None if nothing is dropped, or if all tokens are labels.
+        The counts; None if they were not counted.
     """
     is_whole = total_of(plan.segment_length) == total_of(plan.document_length)
-    if is_whole or columns.keys().isdisjoint(LABEL_COLUMNS):
+    if is_whole and not columns.keys().isdisjoint(LABEL_COLUMNS):
         return None
     documents = Pieces.whole(plan.document_length)
     left = count_labels(columns, plan.segments, keep_first)
@@ -154,7 +154,7 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
         said.append(f"applies {' and '.join(masks)} to labels: {counted}")
     if dropped := facts.get("tokens", 0) - facts.get("packed_tokens", 0):
         labels = ""
-        if facts.get("labels_left"):
+        if facts.get("labels_left") and not facts["labels_made"]:
             labels = f"; {LabelCounts(*facts['labels_left'])}"
         elif lost := facts.get("lost_labels"):
             labels = f"; {lost:,} labels are lost"

@@ -100,7 +100,7 @@ class Strategy(_Arguments, ABC):
     has_buckets: ClassVar[bool] = False
     """True if packs have several capacities. Packed rows then have a column `bucket` with the capacity of the pack."""
     keeps_fitting_documents_whole: ClassVar[bool] = False
-    """True if documents that fit in a pack are never cut. Trees of documents need this."""
+    """True if documents that fit in a pack are never cut, for some arguments. Trees of documents need this."""
     fills_one_pack_at_a_time: ClassVar[bool] = False
     """True if documents go into packs in their order. In a stream, the last pack then waits until it is full."""
 
@@ -162,7 +162,7 @@ class CountingStrategy(Strategy):
         """Return a plan for the counted documents, as a PatternTable."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        return self.plan_counts(count_lengths(lengths)).plan(lengths)
+        return self.plan_counts(count_lengths(lengths)).plan_checked(lengths)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import INPUT_IDS
+from hf_packing.columns import INPUT_IDS, LABEL_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Array, BoolArray, IntArray, check_lengths, sums_of, total_of
 from hf_packing.planning.permutation import derive_seed
@@ -126,7 +126,7 @@ class StreamPacking:
             ) from error
         plan = planned.plan
         if (labels := labels_left(columns, plan, self.packing.keep_first_labels)) is not None:
-            counts["lost_labels"] += labels.documents - labels.left
+            counts["lost_labels"] += 0 if columns.keys().isdisjoint(LABEL_COLUMNS) else labels.documents - labels.left
             if not window["number"]:
                 labels.check_some_left("strategy", self.strategy)
         age = np.concatenate([np.frombuffer(window["age"], np.int8), np.zeros(new.num_rows, np.int8)])

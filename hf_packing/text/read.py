@@ -84,7 +84,7 @@ class Documents:
             raise PackingError(f"glob: expected a folder as data, got {self.data!r}")
         elif self.data == "-" or "://" in self.data or (path.exists() and not is_saved):
             self.files = [self.data]
-        elif not path.exists() and _suffix_of(self.data) in _KINDS:
+        elif not path.exists() and _suffix_of(self.data) in (*_KINDS, ".txt"):
             raise PackingError(f"data: expected a file, a folder or a dataset's name, but {self.data!r} does not exist")
         kinds = sorted(
             {

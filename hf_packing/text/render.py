@@ -163,7 +163,7 @@ class Renderer:
             raise BadRowError(
                 f"expected {' or '.join(kinds)}, got the fields "
                 f"{', '.join(name + ' (null)' * (row[name] is None) for name in row) or 'none'}; text_field names the "
-                "field with text or messages, and a prompt needs a completion"
+                "field with text or messages, a prompt needs a completion, and what is null does not count"
             )
         return (found, given["prompt"], given["completion"]) if found[0] == "prompt" else (found, "", given[found[0]])
 
@@ -315,7 +315,7 @@ def messages_of(value: Any) -> list[Fields]:
             case {"role": "human" | "gpt" as role} | {"from": "human" | "gpt" as role}:
                 raise BadRowError(
                     f"message {number}: expected a role of the chat template, such as user or assistant, got {role!r}; "
-                    "rename the roles"
+                    "rename human to user, and gpt to assistant"
                 )
             case {"role": _, "content": _} | {"role": _, "tool_calls": _}:
                 messages.append(message)

@@ -60,3 +60,11 @@ def test_counts_that_a_strategy_cannot_plan():
         hfp.plan_counts([0, 1], "best fit")
     with pytest.raises(hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* has 9"):
         hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))
+
+
+@pytest.mark.parametrize("lengths", [[7, 4, 8, 3], [5, 3], [5, 3, 6, 2, 0], [5, 3, 6, 6]], ids=str)
+def test_a_table_of_other_lengths_is_refused(lengths):
+    table = hfp.plan_counts(np.bincount([5, 3, 6, 2]), hfp.BestFit(8))
+    assert table.plan([2, 6, 3, 5]).num_packs == 2
+    with pytest.raises(hfp.PackingError, match="lengths: expected as many documents of each length .*, 4 in all, got"):
+        table.plan(lengths)

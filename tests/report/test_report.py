@@ -181,7 +181,7 @@ def test_the_recommendation_names_its_gain_and_rows_as_long_as_documents_need(ch
     assert "it cuts no document" in taken.reason
     short = hfp.packing_report(chat, [1024]).recommendation
     assert short.strategy == "BestFit(1024)"
-    cuts = f"it cuts {(chat > 1024).mean():.2%} of the documents, the fewest of all strategies, which are longer than a"
+    cuts = f"it cuts {(chat > 1024).mean():.2%} of the documents, the fewest of all strategies, those longer than a"
     assert cuts in short.reason
 
 

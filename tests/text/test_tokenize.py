@@ -667,7 +667,7 @@ def test_what_is_trained_on(row, train_on, text):
         ({"text": 5}, {}, "text or a list of messages, got int"),
         ({"messages": "one"}, {}, "a list of messages"),
         ({"messages": ["one"]}, {}, "messages with a role"),
-        ({"messages": [{"from": "human", "value": "one"}]}, {}, "got 'human'; rename the roles"),
+        ({"messages": [{"from": "human", "value": "one"}]}, {}, "got 'human'; rename human to user"),
         ({"conversations": [{"from": "user", "text": "one"}]}, {}, "messages with a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "text, got a part .*image"),
         ({"prompt": "one", "completion": [ASSISTANT]}, {}, "a list of messages"),

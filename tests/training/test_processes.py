@@ -221,7 +221,7 @@ def test_another_batching_is_refused_on_all_ranks_when_a_run_resumes(tmp_path):
     run(tmp_path, {through: settings | other for through, settings in saved.items()}, ranks=2)
     for through in THROUGH:
         for rank in range(2):
-            assert (tmp_path / through / f"error-{rank}.txt").read_text().startswith("batching: ")
+            assert (tmp_path / through / f"error-{rank}.txt").read_text().startswith("max_tokens: ")
 
 
 FILES = {

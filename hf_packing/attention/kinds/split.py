@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_packing.attention.batch_proof import BatchCase, segments_to_replace
+from hf_packing.attention.batch_proof import BatchCase, halves_to_replace
 from hf_packing.attention.kinds.kind import Batch, proving, refuse_earlier_tokens, tokens_of
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, roots, within
 from hf_packing.attention.model import Arguments, Inputs, inner_model
@@ -104,7 +104,7 @@ class PartOfRow(Batch):
 class PartCase(BatchCase):
     """The part of a row on several ranks that this rank holds. Every piece of a document is a segment.
 
-    All ranks of the row make the same calls: one on the row as it is, and one with about half of the documents
+    All ranks of the row make the same calls: one on the row as it is, and two with about half of the documents
     replaced. No document runs alone: the proof of the step compares whole documents with those of one rank.
     """
 
@@ -115,7 +115,9 @@ class PartCase(BatchCase):
         super().__init__(model, batch, training, lambda inputs: SplitLayout.of_part(part, tokens_of(inputs).device))
         row = roots(part.layout.lengths.tolist())
         self.lengths, self.num_tokens = row.lengths, row.tokens
-        self.replacements = [np.flatnonzero(np.isin(part.pieces.document, segments_to_replace(row))).tolist()]
+        self.replacements = [
+            np.flatnonzero(np.isin(part.pieces.document, half)).tolist() for half in halves_to_replace(row)
+        ]
         self.wants_gradients, self.sample = False, []
 
 
