@@ -99,9 +99,9 @@ def check_isolation(
     its outputs are compared. `report.checked` says what was run.
 
     With `batch`, the check runs on the documents of this batch, at their lengths, in both modes. Half of the documents
-    are replaced at once, then the other half, and some documents are also compared with the same documents run alone, for a patched model
-    without the patch. If replaced documents change others, the reason names the module in which this begins. If the
-    model is sharded, all ranks have to call `check_isolation` at the same time.
+    are replaced at once, then the other half, and some documents are also compared with the same documents run alone,
+    for a patched model without the patch. If replaced documents change others, the reason names the module in which
+    this begins. If the model is sharded, all ranks have to call `check_isolation` at the same time.
 
     Args:
         model: a model of transformers with any head, patched or not, on any device. The model may be wrapped by PEFT,

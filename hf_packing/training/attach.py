@@ -149,6 +149,9 @@ def attach(
         expect(None, stock, **of_packed_rows, match_documents_per_step=match_documents_per_step)
         expect(None, f"{stock}; pass the model", model_init=getattr(trainer, "model_init", None))
         fewest_shared = check_fewest_shared(share_prefixes)
+        no_weights = f"no weights {stock}, and computes its own loss; remove the column"
+        columns = getattr(getattr(trainer, "train_dataset", None), "column_names", None) or ()
+        refuse_columns((LOSS_WEIGHT, LOSS_WEIGHTS), columns, no_weights)
         if level:
             check_can_level(trainer)
 

@@ -16,6 +16,7 @@ import datasets
 import numpy as np
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
@@ -28,6 +29,7 @@ from hf_packing.rows.packing_trace import refuse_lost_first_labels
 from hf_packing.rows.token_columns import TokenColumn, row_numbers
 from hf_packing.training.losses import Loss
 from hf_packing.training.model_loss import predicts_next
+from hf_packing.training.ranks import data_rank
 from hf_packing.upstream.transformers import TRAIN_SAMPLER
 from hf_packing.upstream.trl import cuts_in_collator, hides_logits
 
@@ -75,6 +77,7 @@ _BY_PACKED_ROWS: _Expected = {
 
 _BY_DOCUMENT_MEANS: _Expected = {
     "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
+    "label_smoothing_factor": (0, "loss='sequence' weights the cross-entropy"),
 }
 
 
@@ -268,3 +271,16 @@ def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
 def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:
     """Return the lengths of the lists in a column, int64 [rows], also of rows that a filter has dropped."""
     return TokenColumn(name, dataset.data.table.column(name)).length
+
+
+def check_averages_gradients(trainer: Any) -> None:
+    """Raise PackingError if each rank would train a model of its own, as after evaluate() before train()."""
+    is_ddp = trainer.accelerator.distributed_type.value.startswith("MULTI_")
+    if not is_ddp or data_rank(trainer.accelerator).world_size == 1:
+        return
+    if not any(isinstance(each, DistributedDataParallel) for each in trainer.model_wrapped.modules()):
+        raise PackingError(
+            "trainer: expected a model in DistributedDataParallel, which averages gradients over ranks; evaluate() or "
+            "predict() before train() has left it out, as in transformers. Train first, or evaluate with another "
+            "trainer"
+        )

@@ -119,7 +119,10 @@ class Leveling:
 
     trainer: Any
     is_proven: bool = False
-    """Whether the loss of a step was computed with and without the exchange, and is the same."""
+    """Whether the loss of a step was computed with and without the exchange, and is the same. It is computed again
+    after 1, 2, 4, 8, ... steps: terms of a loss may be 0 at first, as where a policy still is its reference."""
+    exchanges: int = 0
+    """The number of exchanges so far."""
     steps: list[tuple[float, float, int]] = field(default_factory=list)
     """Of the steps since the trainer last logged: the share of the time in which ranks work, without the exchange and
     with it; and the tokens of the largest micro-batch."""
@@ -166,7 +169,8 @@ class Leveling:
         self.steps.append((without, busy, tokens.sum(0)[places].sum(2).max()))
         mine = places[:, accelerator.process_index]
         made: list[Batch] = [{**batch, **_chosen(rows, each, sides)} for batch, each in zip(own, mine, strict=True)]
-        if not self.is_proven:
+        self.exchanges += 1
+        if not self.is_proven or self.exchanges.bit_count() == 1:
             self._prove(own, made)
         return made
 

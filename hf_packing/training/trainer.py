@@ -24,6 +24,7 @@ from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
+from hf_packing.training.checks import check_averages_gradients
 from hf_packing.training.kinds import labels_of
 from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean
 from hf_packing.training.model_loss import WholeStep
@@ -73,6 +74,7 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         state = self.attached
         state.check(self)  # a callback may have changed an argument
         if state.first_step is None:
+            check_averages_gradients(self)
             state.first_step = self.state.global_step
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
@@ -211,7 +213,7 @@ class WholeRowTrainer(AttachedTrainer):
         """Let the trainer compute its own loss of a micro-batch, and weight it by its share of the optimizer step."""
         proof = self.attached.first_batch_proof
         if proof is not None and num_items_in_batch is not None and model.training:
-            proof.check_step("training", lambda: self.step_case(model))
+            proof.check_step("training", lambda: self.step_case(model), self.state.global_step)
         inputs = dict(inputs)
         counts = inputs.pop(COUNTS, None)
         with _gathering_uneven_tensors(self.accelerator):
@@ -246,11 +248,18 @@ class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         batches = vars(self).get(ROLLOUTS)
         if leveling is None or batches is None or batches is sampled:
             return found
+        place = next((number for number, each in enumerate(batches) if each is found), None)
+        if place is None:
+            raise PackingError(
+                "level: expected _prepare_inputs to return a micro-batch of the rollouts, as TRL does, but that "
+                f"of {self.attached.kind.__name__} returns another object; leave level out"
+            )
         leveled = leveling.level(batches)
         setattr(self, ROLLOUTS, leveled)
-        return leveled[[each is found for each in batches].index(True)]
+        return leveled[place]
 
     def get_batch_samples(self, *args: Any, **named: Any) -> Any:
+        check_averages_gradients(self)
         batches, items = super().get_batch_samples(*args, **named)
         leveling, loader = self.attached.leveling, self.accelerator.gradient_state
         # in an uneven last step, TRL's metrics, and KTO's loss with them, leave out the rows of the last ranks
@@ -266,12 +275,15 @@ class UnpaddedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **named: Any) -> Any:
         if (proof := self.attached.first_batch_proof) is not None and model.training:
-            proof.check_step("training", lambda: self.step_case(model, inputs, named.get(ITEMS)))
+            make = partial(self.step_case, model, inputs, named.get(ITEMS))
+            proof.check_step("training", make, self.state.global_step)
         return super().compute_loss(model, inputs, *args, **named)
 
     def step_case(self, model: nn.Module, inputs: Batch | None, items: Any = None) -> BatchCase:
         """Return the case of a proof of the step on a batch, as the trainer computes the loss of it."""
         if inputs is None:
+            if hasattr(self, ROLLOUTS):
+                raise PackingError("batch: expected a batch of rollouts for a trainer that samples, got None")
             inputs = next(iter(self.get_train_dataloader()))
         return BatchCase(self, model, inputs, items)
 

@@ -180,6 +180,38 @@ def test_other_means_are_shown_by_the_first_rollouts_of_uneven_rows(tmp_path, mo
         trainer.train()
 
 
+class Later(trl.GRPOTrainer):
+    """Adds a mean over the tokens of each micro-batch, which is 0 in two steps, as where a policy is its reference."""
+
+    def compute_loss(self, model, inputs, *args, **named):
+        loss = super().compute_loss(model, inputs, *args, **named)
+        mask = inputs["completion_mask"]
+        return loss + (self.state.global_step > 1) * (mask * inputs["advantages"][:, None]).sum() / mask.sum()
+
+
+def test_terms_that_are_0_at_first_are_found_later(tmp_path):
+    trainer = sampling(tmp_path, Later, max_steps=9)
+    hfp.attach(trainer, None, level=True)
+    with pytest.raises(hfp.PackingError, match="level: expected a loss that does not depend on which rows share"):
+        trainer.train()
+    assert trainer.attached.leveling.is_proven
+    assert trainer.state.global_step > 1
+
+
+class Copies(trl.GRPOTrainer):
+    def _prepare_inputs(self, inputs):
+        return dict(super()._prepare_inputs(inputs))
+
+
+def test_rollouts_that_a_trainer_copies_are_refused(tmp_path):
+    trainer = sampling(tmp_path, Copies)
+    hfp.attach(trainer, None, level=True)
+    with pytest.raises(hfp.PackingError, match="that of Copies returns another object; leave level out"):
+        trainer.train()
+    with pytest.raises(hfp.PackingError, match="batch: expected a batch of rollouts for a trainer that samples"):
+        hfp.check_step(trainer)
+
+
 def test_losses_that_show_nothing_are_no_proof(tmp_path):
     """Of whole groups in each micro-batch, whose advantages add up to 0."""
     options = {"loss_type": "grpo", "accumulation": 1, "num_generations": 4, "per_device_train_batch_size": 8}

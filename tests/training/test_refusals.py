@@ -164,6 +164,8 @@ ATTACH = [
     ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
     ("n_gpu", lambda of: hfp.attach(on_two_gpus(of), BUDGET)),
     ("loss_type", lambda of: hfp.attach(of(SFTTrainer, loss_type="dft"), BUDGET, loss="sequence")),
+    ("label_smoothing_factor", lambda of: hfp.attach(of(label_smoothing_factor=0.1), BUDGET, loss="sequence")),
+    ("column 'loss_weight'", lambda of: hfp.attach(of(data=DATA.add_column("loss_weight", [0.5] * len(DATA))), None)),
     ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
     ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": SimpleNamespace(mlm=True)}), BUDGET)),
@@ -424,8 +426,6 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     ("argument", "call"),
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
-        ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
-        ("loss", lambda of: of.attached(kind=SFTTrainer, loss="sequence", loss_type="dft").train()),
         ("loss", lambda of: of.attached(SHARED, data=RELATED, label_smoothing_factor=0.1).train()),
         ("trainer", lambda of: of.attached(SHARED, kind=Regularized, data=RELATED).train()),
         slow("BartModel", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),

@@ -300,6 +300,24 @@ def test_two_processes(kind, on_two_processes, tmp_path):
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
+def train_after_an_evaluation(folder):
+    """On each rank, in transformers, with a model of its own."""
+    trainer = trainers.trainer_of(folder, max_steps=2)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.evaluate(trainers.documents(6))
+    with pytest.raises(hfp.PackingError, match="trainer: expected a model in DistributedDataParallel"):
+        trainer.train()
+    again = trainers.trainer_of(folder, max_steps=2)
+    hfp.attach(again, hfp.TokenBudget(64))
+    again.train()
+    assert again.state.global_step == 2
+
+
+@pytest.mark.slow
+def test_ranks_that_would_train_models_of_their_own_are_refused(tmp_path):
+    on_ranks(train_after_an_evaluation, tmp_path, ranks=2)
+
+
 PICTURE = 128
 PICTURE_ROWS = 40
 PICTURE_TEMPLATE = """{% for message in messages %}{{ 'w3' if message['role'] == 'user' else 'w4' }}
@@ -444,6 +462,31 @@ def test_rows_of_a_plain_trainer(tmp_path):
     assert plan.per_micro_batch(patches).max() == 64
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+class Centered(trl.DPOTrainer):
+    """Adds the square of the mean margin of a batch, which is 0 as long as the policy is its reference."""
+
+    def compute_loss(self, model, inputs, *args, **named):
+        loss = super().compute_loss(model, inputs, *args, **named)
+        logps = self.log_probs_of(model, inputs)
+        return loss + (logps - logps.detach() + self.state.global_step * logps / 100).mean() ** 2
+
+    def log_probs_of(self, model, inputs):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        of_tokens = logits.log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
+        return (of_tokens * inputs["attention_mask"][:, 1:]).sum(1)
+
+
+def test_terms_that_are_0_at_first_are_found_later(tmp_path):
+    stock = trainer_of("dpo", tmp_path, max_steps=6)
+    data = datasets.Dataset.from_list(paired())
+    models = {"model": stock.model, "ref_model": stock.ref_model}
+    trainer = Centered(**models, args=stock.args, train_dataset=data, processing_class=tokenizer())
+    hfp.attach(trainer, hfp.TokenBudget(BUDGET["dpo"]))
+    with pytest.raises(hfp.PackingError, match="trainer: expected the step that it makes without packing"):
+        trainer.train()
+    assert trainer.state.global_step > 0
 
 
 @pytest.mark.parametrize(
