@@ -112,8 +112,8 @@ def broken_doors() -> Iterator[str]:
             continue
         try:
             owner = resolve_name(place)
-        except (ImportError, AttributeError):
-            yield f"{installed} no longer has {place.replace(':', '.')}, needed for {what}"
+        except (ImportError, AttributeError, RuntimeError):  # TRL raises RuntimeError if an import in it fails
+            yield f"{installed} no longer has {place.replace(':', '.')}, or cannot import it, needed for {what}"
             continue
         source = ""
         lacking = [name for name in names.split() if not hasattr(owner, name)]

@@ -166,6 +166,17 @@ def test_each_name_that_is_removed_from_a_module_is_said(place, name, monkeypatc
     assert all(name in each for each in said)  # places inside of it are gone, too
 
 
+def test_libraries_that_cannot_be_imported_without_a_name():
+    """In a new process, where the loss of a name breaks imports of other libraries, too."""
+    program = (
+        "import transformers.trainer_utils as module; del module.get_last_checkpoint\n"
+        "import hf_packing as hfp; print(hfp.versions())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert "no longer has get_last_checkpoint of transformers.trainer_utils, needed for" in done.stdout, done.stderr
+    assert "no longer has transformers.Trainer, or cannot import it, needed for" in done.stdout
+
+
 def test_versions_are_said_before_any_library_is_imported():
     program = f"import sys, hf_packing.upstream; print(sorted({set(LIBRARIES)} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
@@ -182,7 +193,7 @@ def test_a_place_that_is_gone(monkeypatch):
     gone = {*broken_doors()}
     monkeypatch.setitem(NEEDED, "torch.nn:Modulus", ("_modules", "a test"))
     (said,) = {*broken_doors()} - gone
-    assert said == f"torch {version('torch')} no longer has torch.nn.Modulus, needed for a test"
+    assert said == f"torch {version('torch')} no longer has torch.nn.Modulus, or cannot import it, needed for a test"
     assert hfp.versions().endswith(said)
 
 
