@@ -25,7 +25,8 @@ export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
 
-# What a new version of another library has changed, and what of ours needs it, in a minute and in any environment.
+# What other versions of a library in .venv have changed, and what of ours needs it, in a minute. In an environment of
+# your own: python -m pytest -c /dev/null --noconftest tests/upstream/test_doors.py
 doors: $(INSTALLED)
 	$(VENV)/bin/python -m pytest tests/upstream
 

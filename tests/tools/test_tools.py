@@ -389,6 +389,11 @@ def test_pages_of_few_and_other_numbers():
     assert "3 of 3 causal and 0 of 1 masked" in text
     assert "| 2e-06 | 3e-07 | a \\| b |" in text
     assert "| three | too large |" in text
+    assert "This works for 3 of 3 causal and 1 of 2 masked models" in text
+    untested = replace(LLAMA, name="one", route="", stock="isolated", reason="isolation cannot be tested, since")
+    text = page([*FOUR, untested], "transformers 0")
+    assert "Before patching, 0 of the 3 models in which it can be tested" in text
+    assert "| one | isolation cannot be tested |" in text
 
 
 def test_sections_are_replaced_and_of_the_installed_versions():

@@ -20,6 +20,7 @@ from transformers import (
     AttentionMaskInterface,
     PreTrainedModel,
     Trainer,
+    masking_utils,
     modeling_flash_attention_utils,
 )
 from transformers.integrations.hub_kernels import is_kernel
@@ -27,6 +28,7 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer import sft_trainer, utils
 
+import hf_packing as hfp
 from hf_packing.attention.layout import CACHES
 from hf_packing.training.models import prepared_model
 
@@ -106,6 +108,18 @@ def test_attention_of_models_and_flex_attention():
     assert isinstance(model.config.sub_configs, dict)
     model.set_attn_implementation("eager")
     assert model.config._attn_implementation_internal == "eager"
+
+
+def test_mask_functions_of_windows():
+    """attention.function: unless it knows the functions of which a mask is made, such models run segment by segment."""
+    model = hfp.patch_model(build("Mistral"))
+    assert model.config.sliding_window
+    window = masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(4))
+    route = hfp.check_isolation(model).route
+    assert route.name == "varlen", (
+        f"Mistral with a window runs {route.name}, since the masks of transformers have changed: {route.tried}; "
+        f"a mask of and_masks is made of {inspect.getclosurevars(window).nonlocals}"
+    )
 
 
 OTHER_CACHES = {"decoder_cache", "encoder_cache", "encoder_past_key_values", "padding_cache"}

@@ -28,6 +28,9 @@ STOCK_IS_WRONG = 1e-3
 ROUNDING = 1e-12
 """Differences in float64 that are no larger are rounding."""
 
+_UNTESTABLE = "isolation cannot be tested"
+"""What is said of a model whose logits hardly depend on earlier tokens: that documents do not change shows nothing."""
+
 _HEAD = ("architecture", "unpatched", "route", "run by segment", "packed", "logits", "gradients", "why no faster route")
 
 
@@ -45,7 +48,7 @@ def page(
         own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
         lines += _table(title, _HEAD, [_cells(each) for each in own if each.route])
         refused = [
-            [each.name, each.stock, _one_line(each.reason, 400)] for each in own if each.built and not each.route
+            [each.name, _stock(each), _one_line(each.reason, 400)] for each in own if each.built and not each.route
         ]
         lines += _table(f"Refused: {title.lower()}", ("architecture", "unpatched", "reason"), refused)
         absent = [[each.name, _one_line(each.reason, 160)] for each in own if not each.built]
@@ -120,13 +123,17 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> li
 def _summary(results: Sequence[Measured], versions: str) -> list[str]:
     taken = [each for each in results if each.route]
     counts = {kind: sum(each.kind == kind and each.exact for each in taken) for kind in TITLES}
+    surveyed = {kind: sum(each.kind == kind for each in results) for kind in TITLES}
     built = {kind: sum(each.kind == kind and each.built for each in results) for kind in TITLES}
+    testable = [each for each in results if each.built and _stock(each) != _UNTESTABLE]
     varlen = sum(each.route == "varlen" for each in taken)
     shares = [each.packed_share for each in taken if each.route != "varlen"]
-    isolated = sum(each.stock == "isolated" for each in results)
+    isolated = sum(each.stock == "isolated" for each in testable)
     lines = [
         f"Made by `{COMMAND}` with {versions}, on CPU. The survey builds",
-        "a tiny random float32 model of every architecture and of some variants, from the configuration class alone.",
+        "a tiny random float32 model of each architecture and of some variants, from the configuration class alone.",
+        f"This works for {built['causal']} of {surveyed['causal']} causal and {built['masked']} of "
+        f"{surveyed['masked']} masked models; the others are listed as not measured.",
         "`patch_model` finds the route of your model by experiment, as the survey does, and does not read this page.",
         "",
         f"After patching, {counts['causal']} of {built['causal']} causal and {counts['masked']} of {built['masked']} "
@@ -142,11 +149,12 @@ def _summary(results: Sequence[Measured], versions: str) -> list[str]:
     unproven = [f"{each.name} ({_one_line(each.unproven, 160)})" for each in taken if each.unproven]
     which = f"all but {', '.join(unproven)}" if unproven else "all"
     lines += [f"Models that were also verified in training mode, with dropout off: {which}."]
-    without_cache = isolated + sum(each.stock == ISOLATED_WITHOUT_CACHE for each in results)
+    without_cache = isolated + sum(each.stock == ISOLATED_WITHOUT_CACHE for each in testable)
     return [
         *lines,
-        f"Before patching, {isolated} of {sum(built.values())} models isolate documents as they are called by default,",
-        f"and {without_cache} with use_cache=False, as Trainer and SFTTrainer call them.",
+        f"Before patching, {isolated} of the {len(testable)} models in which it can be tested isolate documents",
+        f"as they are called by default, and {without_cache} with use_cache=False, as Trainer and SFTTrainer call "
+        "them.",
     ]
 
 
@@ -329,6 +337,11 @@ def _exceptions(taken: Sequence[Measured]) -> str:
 def _retried(taken: Sequence[Measured]) -> str:
     """Return the names of the models whose gradients were measured in float64."""
     return ", ".join(each.name for each in taken if each.gradient_in_float64) or "none"
+
+
+def _stock(each: Measured) -> str:
+    """Return how the unpatched model treats packed documents, if this can be tested."""
+    return _UNTESTABLE if not each.route and _UNTESTABLE in each.reason else each.stock
 
 
 def _cells(each: Measured) -> list[str]:
