@@ -125,8 +125,9 @@ class StreamPacking:
                 f"those from document {counts['documents']} on"
             ) from error
         plan = planned.plan
-        if (labels := labels_left(columns, plan, self.packing.keep_first_labels)) is not None:
-            counts["lost_labels"] += 0 if columns.keys().isdisjoint(LABEL_COLUMNS) else labels.documents - labels.left
+        has_labels = not columns.keys().isdisjoint(LABEL_COLUMNS)
+        if has_labels and (labels := labels_left(columns, plan, self.packing.keep_first_labels)) is not None:
+            counts["lost_labels"] += labels.documents - labels.left
             if not window["number"]:
                 labels.check_some_left("strategy", self.strategy)
         age = np.concatenate([np.frombuffer(window["age"], np.int8), np.zeros(new.num_rows, np.int8)])
