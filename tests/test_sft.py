@@ -61,7 +61,7 @@ REFUSED = [
     (("--per_turn", "True"), "tokenizer: expected a tokenizer with a chat template"),
     (("--data", "{chats}", "--train_on", "completion"), "row 0: expected train_on='assistant' or 'all'"),
     (("--loss_type", "dft", "--loss", "sequence"), "loss_type: expected"),
-    (("--label_smoothing_factor", "0.5", "--loss", "sequence"), "loss: expected a model whose own loss"),
+    (("--label_smoothing_factor", "0.5", "--loss", "sequence"), "label_smoothing_factor: expected 0"),
     (("--eos_token", "<none>"), "eos_token"),
 ]
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
+from hf_packing.attention import has_local_weights, inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import check_type, expect
 from hf_packing.columns import INPUT_IDS, LABELS
@@ -276,7 +276,7 @@ def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:
 def check_averages_gradients(trainer: Any) -> None:
     """Raise PackingError if each rank would train a model of its own, as after evaluate() before train()."""
     is_ddp = trainer.accelerator.distributed_type.value.startswith("MULTI_")
-    if not is_ddp or data_rank(trainer.accelerator).world_size == 1:
+    if not is_ddp or data_rank(trainer.accelerator).world_size == 1 or not has_local_weights(trainer.model_wrapped):
         return
     if not any(isinstance(each, DistributedDataParallel) for each in trainer.model_wrapped.modules()):
         raise PackingError(
