@@ -188,8 +188,7 @@ def evaluations(log, made, kind, own):
     trainer.data_collator = trainer.attached.collator
     if own.rank == 0:
         assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1  # no other rank waits for it
-    # evaluate() has left DistributedDataParallel out
-    pattern = "trainer: expected a model in DistributedDataParallel" if kind == "Trainer" else None
+    pattern = "trainer: expected a model in DistributedDataParallel"  # which evaluate() has left out
     log.expect(pattern, f"{kind}: after all that", trainer.train)
 
 
