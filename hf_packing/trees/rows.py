@@ -77,7 +77,8 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> Packin
 
 
 def tokens_not_shared(columns: TokenColumns, plan: PackingPlan, fewest: int) -> int:
-    """Count the tokens that a plan of trees repeats because other columns than those of tokens and labels differ.
+    """Count the tokens that a plan of trees repeats because other columns than those of tokens and labels differ, at
+    least.
 
     Args:
         columns: the token columns of the documents.
@@ -89,7 +90,8 @@ def tokens_not_shared(columns: TokenColumns, plan: PackingPlan, fewest: int) -> 
         return 0
     assert plan.segment_shared is not None
     forest = find_trees(compared, plan.segments, fewest, int(plan.pack_capacity.max()))
-    return total_of(plan.segment_length) - total_of(plan.segment_shared) - total_of(forest.sizes)
+    # branchings that are too near to others are moved, so that fewer columns may share fewer tokens
+    return max(0, total_of(plan.segment_length) - total_of(plan.segment_shared) - total_of(forest.sizes))
 
 
 def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
