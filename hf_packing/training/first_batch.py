@@ -22,7 +22,7 @@ from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.training.kinds import labels_of
 from hf_packing.training.losses import Batch
 from hf_packing.training.ranks import on_all_ranks
-from hf_packing.training.step import StepCase, StepReport, prove_step
+from hf_packing.training.step import StepCase, StepReport, is_due_again, prove_step
 
 
 @dataclass
@@ -88,14 +88,18 @@ class FirstBatchProof:
     def check_step(self, mode: str, make: Callable[[], StepCase], step: int = 0) -> None:
         """Prove the step of a case, unless it is proven for this mode; all ranks call this together.
 
-        Of rows that stay whole, it is proven again after 1, 2, 4, 8, ... optimizer steps, `step` so far: terms of a
-        loss may be 0 at first, as where a policy still is its reference.
+        Of rows that stay whole, it is proven again later; see `is_due_again`.
+
+        Args:
+            mode: "training" or "evaluation".
+            make: makes the case.
+            step: the number of optimizer steps so far; 0 to prove the step only once.
 
         Raises:
             PackingError: the packed step is not the step that is made unpacked; raised on all ranks.
         """
         on = f"on the first {mode} batch"
-        is_due = step > self.latest_step and step.bit_count() == 1
+        is_due = is_due_again(step, self.latest_step)
         if f"step: not compared {on}" in self.proofs or (f"step: proven {on}" in self.proofs and not is_due):
             return
         self.latest_step = max(step, self.latest_step)

@@ -25,6 +25,7 @@ from hf_packing.sampling.fill import mean_over_max
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.losses import Batch
 from hf_packing.training.ranks import data_rank, on_all_ranks
+from hf_packing.training.step import is_due_again
 from hf_packing.training.step_cases import runner_of
 from hf_packing.upstream.trl import ROLLOUTS, takes_unpaired_rows
 
@@ -118,18 +119,16 @@ class Leveling:
     """The exchange of rows between the ranks of a trainer, and what it has gained."""
 
     trainer: Any
-    is_proven: bool = False
-    """Whether the loss of a step was computed with and without the exchange, and is the same. It is computed again
-    after 1, 2, 4, 8, ... steps: terms of a loss may be 0 at first, as where a policy still is its reference."""
-    exchanges: int = 0
-    """The number of exchanges so far."""
+    proven_after: int | None = None
+    """The number of optimizer steps after which the loss was last computed with and without the exchange, and was the
+    same; None if it was not yet."""
     steps: list[tuple[float, float, int]] = field(default_factory=list)
     """Of the steps since the trainer last logged: the share of the time in which ranks work, without the exchange and
     with it; and the tokens of the largest micro-batch."""
 
     @property
     def samples(self) -> bool:
-        """Whether the trainer samples its rows."""
+        """Return whether the trainer samples its rows."""
         return hasattr(self.trainer, ROLLOUTS)
 
     def level(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -169,8 +168,7 @@ class Leveling:
         self.steps.append((without, busy, tokens.sum(0)[places].sum(2).max()))
         mine = places[:, accelerator.process_index]
         made: list[Batch] = [{**batch, **_chosen(rows, each, sides)} for batch, each in zip(own, mine, strict=True)]
-        self.exchanges += 1
-        if not self.is_proven or self.exchanges.bit_count() == 1:
+        if self.proven_after is None or is_due_again(self.trainer.state.global_step, self.proven_after):
             self._prove(own, made)
         return made
 
@@ -199,7 +197,7 @@ class Leveling:
                 "Choose a mean over rows, or over the tokens of a whole step, such as loss_type='dapo', or leave level "
                 "out"
             )
-        self.is_proven = True
+        self.proven_after = trainer.state.global_step
 
     def take(self) -> dict[str, float]:
         """Return what the exchange has gained in the steps since the last call, by the names in the logs."""

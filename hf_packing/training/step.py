@@ -118,6 +118,14 @@ _MORE_PADDING = 5
 """Tokens of padding that are added to every row to find out whether padding is neutral."""
 
 
+def is_due_again(step: int, latest: int) -> bool:
+    """Return whether what was proven after `latest` optimizer steps is to be proven again after `step`: 1, 2, 4, 8, ...
+
+    Terms of a loss may be 0 at first, as where a policy still is its reference.
+    """
+    return step >= max(1, 2 * latest)
+
+
 def prove_step(case: StepCase, training: bool = True) -> StepReport:
     """Compare the packed step with the unpacked one; in evaluation, losses only. All ranks make the same calls."""
     note, compared = "", True

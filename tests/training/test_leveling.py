@@ -194,7 +194,7 @@ def test_terms_that_are_0_at_first_are_found_later(tmp_path):
     hfp.attach(trainer, None, level=True)
     with pytest.raises(hfp.PackingError, match="level: expected a loss that does not depend on which rows share"):
         trainer.train()
-    assert trainer.attached.leveling.is_proven
+    assert trainer.attached.leveling.proven_after is not None
     assert trainer.state.global_step > 1
 
 
@@ -218,7 +218,7 @@ def test_losses_that_show_nothing_are_no_proof(tmp_path):
     trainer = sampling(tmp_path, **options)
     hfp.attach(trainer, None, level=True)
     trainer.train()
-    assert not trainer.attached.leveling.is_proven
+    assert trainer.attached.leveling.proven_after is None
 
 
 def train_on_ranks(folder, names):
@@ -232,20 +232,22 @@ def train_on_ranks(folder, names):
             torch.save((weights, rows_of(seen), busy, kl), folder / f"{name}-{level}-{PartialState().process_index}.pt")
 
 
+def trained_alike(folder, name, ranks):
+    """What each rank has saved, without and with level, once it is sure that parameters are the same."""
+    of = {level: [torch.load(folder / f"{name}-{level}-{rank}.pt") for rank in range(ranks)] for level in (False, True)}
+    wanted, found = of[False][0][0], of[True][0][0]
+    alike = [torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True)]
+    assert all(alike), name
+    return of
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_of_ranks_are_leveled(ranks, tmp_path):
     names = ["grpo", "dr_grpo", "dapo", "rloo"]
     on_ranks(train_on_ranks, tmp_path, names, ranks=ranks)
     for name in names:
-        of = {
-            level: [torch.load(tmp_path / f"{name}-{level}-{rank}.pt") for rank in range(ranks)]
-            for level in (False, True)
-        }
-        wanted, found = of[False][0][0], of[True][0][0]
-        assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True)), (
-            name
-        )
+        of = trained_alike(tmp_path, name, ranks)
         rows = [sorted(row for _, rows, *_ in each for row in rows) for each in of.values()]
         assert rows[0] == rows[1]
         assert of[False][0][1] != of[True][0][1]
@@ -278,12 +280,7 @@ def of_rounds(of_ranks):
 def test_rows_of_kto_change_ranks_and_keep_their_micro_batch(ranks, names, tmp_path):
     on_ranks(train_on_ranks, tmp_path, names, ranks=ranks)
     for name in names:
-        of = {
-            level: [torch.load(tmp_path / f"{name}-{level}-{rank}.pt") for rank in range(ranks)]
-            for level in (False, True)
-        }
-        wanted, found = of[False][0][0], of[True][0][0]
-        assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, wanted, strict=True))
+        of = trained_alike(tmp_path, name, ranks)
         stock, leveled = ([rows for _, rows, *_ in each] for each in of.values())
         assert of_rounds(stock) == of_rounds(leveled)
         assert stock[0] != leveled[0]
