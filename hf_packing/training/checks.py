@@ -275,10 +275,11 @@ def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:
 
 def check_averages_gradients(trainer: Any) -> None:
     """Raise PackingError if each rank would train a model of its own, as after evaluate() before train()."""
-    is_ddp = trainer.accelerator.distributed_type.value.startswith("MULTI_")
-    if not is_ddp or data_rank(trainer.accelerator).world_size == 1 or not has_local_weights(trainer.model_wrapped):
+    accelerator, model = trainer.accelerator, trainer.model_wrapped
+    if not accelerator.distributed_type.value.startswith("MULTI_") or data_rank(accelerator).world_size == 1:
         return
-    if not any(isinstance(each, DistributedDataParallel) for each in trainer.model_wrapped.modules()):
+    is_averaged = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+    if not is_averaged and has_local_weights(model):  # ranks that share weights share their gradients
         raise PackingError(
             "trainer: expected a model in DistributedDataParallel, which averages gradients over ranks; evaluate() or "
             "predict() before train() has left it out, as in transformers. Train first, or evaluate with another "
