@@ -341,6 +341,11 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
         _check_values("segment_shared", shared, 0, most)
         own = length - shared
     _check_values("segment_length", sums_of(own, offsets), 0, capacity, "as the sum in pack")
+    if not start.any():  # as of whole documents, each in one segment
+        kept = np.zeros(len(documents), dtype=np.int32)
+        kept[document] = length
+        if np.count_nonzero(kept) == len(document) and (kept <= documents).all():
+            return
     # a segment begins where the one before it in its document ends, or later
     several = np.flatnonzero((np.bincount(document) > 1).take(document))
     several = several[np.lexsort((start[several], document[several]))]

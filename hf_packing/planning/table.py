@@ -151,18 +151,20 @@ class PatternTable:
         of_piece, start_of_piece = self._cut(lengths)
         counts = self.cuts.counts()
         length_of_piece = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        document, start, length = (np.empty_like(each) for each in (of_piece, start_of_piece, length_of_piece))
+        document, length = np.empty_like(of_piece), np.empty_like(length_of_piece)
+        start = np.zeros(len(document), dtype=lengths.dtype)
         generator = None if self.seed is None else generator_for(self.seed, "documents of a pack")
         for packs, piece in pieces_of_packs(self.patterns):
             if generator is not None:
                 generator.permuted(piece, axis=1, out=piece)
             segment = first_segment[packs, None] + np.arange(piece.shape[1])
-            document[segment], start[segment] = of_piece[piece], start_of_piece[piece]
-            length[segment] = length_of_piece[piece]
+            document[segment], length[segment] = of_piece[piece], length_of_piece[piece]
+            if start_of_piece is not None:
+                start[segment] = start_of_piece[piece]
         return {"segment_document": document, "segment_start": start, "segment_length": length}
 
-    def _cut(self, lengths: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the document and the start of each piece, in the order of `Cuts`."""
+    def _cut(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
+        """Return the document and the start of each piece, in the order of `Cuts`; no starts if no document is cut."""
         cuts, document = self.cuts, sort_by_length(lengths)
         is_whole = bool((cuts.pieces_each == 1).all())
         _, first = np.unique(cuts.document_length, return_index=True)
@@ -171,7 +173,7 @@ class PatternTable:
             shuffle_in_groups(document, of_length, generator_for(self.seed, "documents of equal length"))
         document = document.astype(smallest_index_type(len(lengths)), copy=False)
         if is_whole:
-            return document, np.zeros(len(document), dtype=lengths.dtype)
+            return document, None
         # the n-th pieces of a group's documents are next to each other
         group = np.repeat(np.arange(len(cuts.documents)), cuts.pieces_each)
         by_length = np.argsort(cuts.piece_length, kind="stable")

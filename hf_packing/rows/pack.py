@@ -1,6 +1,7 @@
 """`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -239,7 +240,7 @@ def _write(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool = F
 def _write_rows(
     packing: Packing, columns: TokenColumns, plan: PackingPlan, schema: pa.Schema, path: Path
 ) -> tuple[int, Int32Array | None]:
-    """Build the rows of a plan block by block, and write them.
+    """Build the rows of a plan block by block, and write them. A thread writes a block while the next one is built.
 
     Returns:
         The number of tokens that are trained on, and the labels that are not in the rows; see `Rows`.
@@ -251,13 +252,19 @@ def _write_rows(
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, schema) as stream,
         tqdm(total=plan.num_packs, desc=f"Packing {what}", unit=" packs") as progress,
+        ThreadPoolExecutor(max_workers=1) as writer,
     ):
+        written: Future[None] | None = None
         for rows in packing.blocks(columns, plan, TOKENS_AT_ONCE):
             if rows.first_labels is not None:
                 first_labels.append(rows.first_labels)
             trained_tokens += rows.trained_tokens
-            stream.write_table(rows.table)
+            if written:
+                written.result()
+            written = writer.submit(stream.write_table, rows.table)
             progress.update(rows.table.num_rows)
+        if written:
+            written.result()
     return trained_tokens, np.concatenate(first_labels) if first_labels else None
 
 
