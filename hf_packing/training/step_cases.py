@@ -125,7 +125,8 @@ class PackedCase(StepCase):
 
     def choose(self, without_padding: bool) -> list[Document]:
         """Return a few documents: those with labels first, then short ones first, and parts of long ones. Without
-        padding, they have equal lengths, and other numbers of labels."""
+        padding, they have equal lengths, and other numbers of labels. Every second one begins right before its first
+        label: a loss that looks two tokens ahead of a document reads no label of a prompt."""
         most = max(_FEW_TOKENS, (self.most_tokens or 0) // _SHARE)
         longest = min(self.longest or most, most // _FEWEST)
         taken = [each for each in self.documents if _length(each) > 1] or [*self.documents]
@@ -135,6 +136,8 @@ class PackedCase(StepCase):
         taken = taken[: self.most_documents][:_MOST]
         while len(taken) > _FEWEST and len(taken) * max(map(_length, taken)) > most:
             taken.pop()
+        if not self.kind.shares_tokens:
+            taken[1::2] = [self._from_label(each) for each in taken[1::2]]
         if without_padding:
             taken = [self._part(each, min(map(_length, taken))) for each in taken]
             taken = [self._with_labels(each, self._items(each) - place) for place, each in enumerate(taken)]
@@ -155,6 +158,11 @@ class PackedCase(StepCase):
         first = int(self._places(document)[:1].sum())
         begin = max(0, min(first - length // 2, _length(document) - length))
         return {name: each[:, begin : begin + length] for name, each in document.items()}
+
+    def _from_label(self, document: Document) -> Document:
+        """Return a document from the token before its first label on; the whole document if it has no label."""
+        begin = max(0, int(self._places(document)[:1].sum()) - self._first)
+        return {name: each[:, begin:] for name, each in document.items()}
 
     def _with_labels(self, document: Document, most: int) -> Document:
         """Return a document with its last labels, so many at most, but at least one."""

@@ -25,7 +25,7 @@ from changing_layers import (
 )
 from patched_models import patched
 from processes import on_ranks
-from tiers import fast_only
+from tiers import fast_only, rarely
 from tiny_models import build
 from torch import nn
 from torch.nn import functional as F
@@ -475,6 +475,20 @@ def test_what_differs_is_found(name, tmp_path):
     assert trainer.state.global_step == 0
     assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
     assert all(each.grad is None for each in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("loss", [medusa, *rarely([three_ahead])])
+def test_losses_that_look_ahead_are_found_though_prompts_come_first(loss, tmp_path):
+    """At the border of two documents, they read no label of a document that begins without labels."""
+    draw, rows = torch.Generator().manual_seed(0), []
+    for length in (20, 24, 28, 32, 36, 40):
+        ids = torch.randint(8, 60, (length,), generator=draw).tolist()
+        rows.append({"input_ids": ids, "labels": [-100] * (length // 2) + ids[length // 2 :]})
+    trainer = of(with_loss(loss))(tmp_path)
+    trainer.train_dataset = datasets.Dataset.from_list(rows)
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.PackingError, match=DIFFERS):
+        trainer.train()
 
 
 PLACE, OF_DOCUMENT, MARK = 100, 30, 7
