@@ -190,7 +190,7 @@ def test_what_the_package_needs_of_dynamo():
     assert compiled(torch.ones(2)).tolist() == [3, 3]
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):  # noqa: ARG001
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1), enable_gqa):  # noqa: ARG001
     """A kernel that runs anywhere."""
     assert (window_size, enable_gqa) == ((-1, 0), True)
     tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
