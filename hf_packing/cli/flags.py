@@ -25,6 +25,7 @@ _FLAGS = {
     "keep_first_labels": "--keep-first-labels",
     "glob=": "--glob ",
     "trust_remote_code=True": "--trust-remote-code",
+    "tokenizer: ": "--tokenizer: ",
 }
 """Flags of the command whose names differ from those of the Python arguments that they stand for."""
 

@@ -16,15 +16,7 @@ from hf_packing.columns import (
     loss_masks_in,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import (
-    Array,
-    Int32Array,
-    IntArray,
-    Pieces,
-    indices_in_groups,
-    offsets_of,
-    sums_of,
-)
+from hf_packing.planning.lengths import Array, Int32Array, IntArray, Pieces, indices_in_groups, offsets_of, sums_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.token_columns import TokenColumns
 

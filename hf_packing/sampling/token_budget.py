@@ -55,8 +55,8 @@ _ROWS_WITH_FEWER = {
 """What a user can do about packed rows, or rows with pictures, that are too large, by unit."""
 
 _LONG_DOCUMENTS = (
-    "use overflow='split' or 'truncate' or, of pairs and other rows that stay whole, let the trainer or the collator "
-    "truncate texts, as max_length of DPOConfig does"
+    "of documents, use overflow='split' or 'truncate'; of pairs and other rows that stay whole, let the trainer or the "
+    "collator truncate texts, as max_length of DPOConfig does"
 )
 
 

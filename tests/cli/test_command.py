@@ -98,7 +98,7 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
     ("arguments", "message"),
     [
         (["report", "{folder}/none.jsonl"], "data: expected a file, a folder or a dataset's name"),
-        (["report", "{data}"], "tokenizer: expected one for documents with text, got none"),
+        (["report", "{data}"], "--tokenizer: expected one for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
         (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "fields text; --field names the field"),
         (
