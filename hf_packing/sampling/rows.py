@@ -149,6 +149,11 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             made.append(_with_masked_labels(row) if is_copy else self._with_labels(row))
         return made
 
+    def document(self, number: int, row: Any) -> Row:
+        """Return a document of the dataset, not cut, with its labels; made of its row where rows are computed."""
+        read = self._read([number])[0] if shows_table(self.dataset) else self._columns_read(row)
+        return self._with_labels(read)
+
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
         if self._in_table:
@@ -158,7 +163,11 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             rows = lazy.read(packs[numbers])
         else:
             rows = rows_by_number(self.dataset, numbers)
-        return [dict(spread_weight({name: row[name] for name in self._names if name in row})) for row in rows]
+        return [self._columns_read(row) for row in rows]
+
+    def _columns_read(self, row: Any) -> Row:
+        """Return the columns to read of a row."""
+        return dict(spread_weight({name: row[name] for name in self._names if name in row}))
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -169,17 +178,9 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             )
 
     def _with_labels(self, row: Row) -> Row:
-        """Return the row with labels. If the row has none, they are made from its tokens and loss masks.
-
-        If apply_masks is False, a row with loss masks but without labels stays unchanged, and the collator refuses it.
-        """
-        masks = loss_masks_in(row)
-        if LABELS in row or TREE_LABELS in row or (masks and not self.apply_masks):
-            return row
-        labels = row[INPUT_IDS]
-        if masks:
-            labels = apply_loss_masks(np.asarray(labels), {name: np.asarray(row.pop(name)) for name in masks})
-        return {**row, LABELS: labels}
+        """Return the row with labels. If apply_masks is False, a row with loss masks but without labels stays
+        unchanged, and the collator refuses it."""
+        return row if loss_masks_in(row) and not self.apply_masks else with_labels(row)
 
     def _check_lengths(self, number: int, row: Row) -> None:
         """Raise PackingError if a row does not have its planned length, or a per-token column has another length."""
@@ -195,6 +196,16 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                 raise PackingError(
                     f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got {found}"
                 )
+
+
+def with_labels(row: Row) -> Row:
+    """Return the row with labels. If the row has none, they are made from its tokens and loss masks."""
+    if LABELS in row or TREE_LABELS in row:
+        return row
+    labels = row[INPUT_IDS]
+    if masks := loss_masks_in(row):
+        labels = apply_loss_masks(np.asarray(labels), {name: np.asarray(row.pop(name)) for name in masks})
+    return {**row, LABELS: labels}
 
 
 def rows_by_number(dataset: Any, numbers: Sequence[int]) -> list[Any]:

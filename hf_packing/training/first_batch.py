@@ -39,7 +39,7 @@ class FirstBatchProof:
     latest_step: int = 0
     """The number of optimizer steps before the latest proof of a step."""
 
-    def check(self, model: nn.Module, batch: Batch, mode: str, make: Callable[[str], StepCase]) -> None:
+    def check(self, model: nn.Module, batch: Batch, mode: str, make: Callable[[str], StepCase], step: int = 0) -> None:
         """Prove isolation and the step on a batch, unless they are proven for this mode; all ranks call this together.
 
         The step of rows on several ranks is one of training, also in evaluation.
@@ -49,6 +49,7 @@ class FirstBatchProof:
             batch: a packed batch on the model's device.
             mode: "training" or "evaluation".
             make: makes the case of a proof of the step in a mode.
+            step: as in `check_step`.
 
         Raises:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
@@ -60,7 +61,7 @@ class FirstBatchProof:
         with proves_rows_on(model, ranks) if ranks > 1 else nullcontext():
             self._check_isolation(model, batch, mode)
             of_step = "training" if ranks > 1 else mode
-            self.check_step(of_step, partial(make, of_step))
+            self.check_step(of_step, partial(make, of_step), step)
 
     def _check_isolation(self, model: nn.Module, batch: Batch, mode: str) -> None:
         """Prove isolation on a batch, if a rank has several documents in it, or raise an error on all ranks."""
@@ -88,7 +89,7 @@ class FirstBatchProof:
     def check_step(self, mode: str, make: Callable[[], StepCase], step: int = 0) -> None:
         """Prove the step of a case, unless it is proven for this mode; all ranks call this together.
 
-        Of rows that stay whole, it is proven again later; see `is_due_again`.
+        Of rows that stay whole, and of losses of the user's own, it is proven again later; see `is_due_again`.
 
         Args:
             mode: "training" or "evaluation".

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import inner_model
+from hf_packing.attention import inner_model, takes_argument
 from hf_packing.batch.collate import PackingCollator, numbers_in
 from hf_packing.columns import (
     COMPLETION_MASK,
@@ -36,7 +36,7 @@ from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_number, is_token_type, shows_table, visible_columns
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels
+from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels, rows_by_number
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
@@ -90,10 +90,12 @@ class Reading:
 
 
 def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
-    """Return token_type_ids if a model has no embedding for it: some models give this column another meaning."""
-    if model is None or getattr(inner_model(model).config, "type_vocab_size", None):
+    """Return token_type_ids if a model takes none, or has pictures, of which it says where they are."""
+    if model is None:
         return ()
-    return (TOKEN_TYPE_IDS,)
+    inner = inner_model(model)
+    is_of_text = inner.config.get_text_config() is inner.config
+    return () if is_of_text and takes_argument(inner, TOKEN_TYPE_IDS) else (TOKEN_TYPE_IDS,)
 
 
 @dataclass
@@ -147,22 +149,31 @@ class PackedRows:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """The numbers of documents that are left out, and of tokens that are lost, without those that are 0."""
+        summary = self.summary(1, None)
+        found = {"left_out": summary.left_out, "lost_tokens": summary.lost_tokens}
+        return {name: number for name, number in found.items() if number}
+
     def collator(self, collate: PackingCollator, evenly: bool = False) -> Callable[[Sequence[Row]], Batch]:
         """Return the collator of this rank, which has a part of each row if it is on several ranks."""
         if (on := self.sampler.on_ranks) is None:
             return collate
         return PartCollator(collate, replace(on, budget=None) if evenly else on, self.loss)
 
-    def next_rows(self, count: int) -> Iterator[tuple[int | None, Row]]:
-        """Yield rows of this rank's next micro-batches, as training reads them, each with its number in the dataset;
-        None if it is not a document of the dataset as it is."""
-        sampler = self.sampler
-        is_fixed = isinstance(self.dataset, list) or shows_table(self.dataset)  # others may change rows
-        is_whole = (
-            is_fixed and self.reading.masking is None and sampler.rows.pieces is None and not sampler.sizes.packed
-        )
-        for row in islice(chain.from_iterable(sampler), count):
-            yield row[0] if is_whole and not row[1] else None, self.rows.__getitems__([row])[0]
+    def next_rows(self, count: int) -> Iterator[Row]:
+        """Yield rows of this rank's next micro-batches, as training reads them."""
+        for row in islice(chain.from_iterable(self.sampler), count):
+            yield self.rows.__getitems__([row])[0]
+
+    def documents_beside(self, raw: Any, count: int) -> Iterator[tuple[int, Any, Row]]:
+        """Yield a few documents, none of them cut: the number of each, its row in `raw`, which is the dataset as the
+        trainer reads it, and the document; nothing if rows are no documents, or if a collator masks tokens."""
+        if not self.sampler.sizes.packed and not self.shares_prefixes and self.reading.masking is None:
+            for number in rows_to_sample(len(self.rows.dataset), count).tolist():
+                (row,) = rows_by_number(raw, [number])
+                yield number, row, self.rows.document(number, row)
 
     def loader(
         self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
@@ -239,6 +250,7 @@ def open_source(
             loss,
             length_schedule=getattr(batching, "length_schedule", None),
             restarts=in_order is not None,
+            unread=reading.unread,
         )
         planned_from.note_settings(**{name: streamed})
         return streamed

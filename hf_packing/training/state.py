@@ -32,6 +32,7 @@ from hf_packing.training.models import (
     patch_models,
     unpad_models,
 )
+from hf_packing.training.own_collator import check_as_own_collator
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_cases import without_attach
@@ -180,7 +181,11 @@ class AttachedPacks(Attached):
         """What was predicted in the evaluation that is running."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
+        self.lost: dict[str, int] = {}
+        """What the documents of the latest evaluation lose, where they are cut or dropped."""
         self._compares = False
+        self._compared: list[Any] = []
+        """The datasets of which documents were compared with what the trainer's own collator makes of their rows."""
         self.source = open_source(
             "train_dataset",
             data,
@@ -195,10 +200,12 @@ class AttachedPacks(Attached):
         evaluation, named = trainer.eval_dataset, {"eval_dataset": trainer.eval_dataset}
         if isinstance(evaluation, dict):
             named = {f"eval_dataset[{name!r}]": each for name, each in evaluation.items()}
-        self.evaluated = [
-            self.open_evaluation(trainer, *each, planned_from) for each in named.items() if each[1] is not None
-        ]
-        """The sources of the evaluation datasets that the trainer has at attach."""
+        self.evaluated = {
+            name: (self.open_evaluation(trainer, name, each, planned_from), each)
+            for name, each in named.items()
+            if each is not None
+        }
+        """The sources of the evaluation datasets that the trainer has at attach, and the datasets, by name."""
 
     def __str__(self) -> str:
         if self.prove == "first batch":
@@ -249,6 +256,8 @@ class AttachedPacks(Attached):
                 self.settle(trainer)
             source = self.open_evaluation(trainer, name, dataset, planned_from, ranks)
             self._check_rows(trainer, source)
+            self._compare_rows(trainer, source, name, dataset)
+            self.lost = source.lost
             return source
 
         only_loss = trainer.compute_metrics is None or trainer.args.prediction_loss_only
@@ -261,13 +270,23 @@ class AttachedPacks(Attached):
         patch_models(trainer, self.prove, ranks_of(self.batching))
         proves = self.prove == "first batch" or ranks_of(self.batching) > 1 or self.source.shares_prefixes
         self.first_batch_proof = FirstBatchProof() if proves else None
-        for source in (self.source, *self.evaluated):
+        sources = {"train_dataset": (self.source, trainer.train_dataset), **self.evaluated}
+        for source, _ in sources.values():
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)
+        for name, (source, dataset) in sources.items():
+            self._compare_rows(trainer, source, name, dataset)
 
     def _check_rows(self, trainer: Trainer, source: Source) -> None:
         """Check that the model takes the rows."""
         check_takes_rows(trainer.model, source, self.batching, (self.collator.tokens, self.collator.max_segments))
+
+    def _compare_rows(self, trainer: Trainer, source: Source, name: str, dataset: Any) -> None:
+        """Check once that the rows of a dataset are those of the trainer's own collator."""
+        if name != TEST_DATASET and not any(dataset is each for each in self._compared):
+            self._compared.append(dataset)
+            keep_first = self.collator.keep_first_labels
+            check_as_own_collator(without_attach(trainer), name, dataset, source, keep_first)
 
 
 class AttachedRows(Attached):

@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import accumulate, zip_longest
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ from hf_packing.columns import (
     POSITION_IDS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.sampling.rows import rows_by_number
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.kinds import labels_of
 from hf_packing.training.kinds.packed import Document, is_of
@@ -48,8 +47,6 @@ from hf_packing.training.ranks import on_all_ranks
 from hf_packing.training.sources import PackedRows
 from hf_packing.training.step import StepCase, StepReport, prove_step
 from hf_packing.training.step_counts import StepCounts
-from hf_packing.training.whole_rows import collate_rows
-from hf_packing.upstream.accelerate import prepared_loaders
 
 
 def _length(document: Document) -> int:
@@ -107,13 +104,10 @@ class PackedCase(StepCase):
         self.runner, self.collator, self._first = runner, collator, int(not collator.keep_first_labels)
         self.collate: Callable[[Any], Batch] = collator
         """Makes the packed batch of rows, or this rank's part of it."""
-        self.rows: list[tuple[int | None, list[Document]]] = []
-        """The documents of each row of the source, and the number of the row in the dataset, if it has one."""
         if source is not None:
             found, self.collate = source.next_rows(_READ), source.collator(collator, evenly=True)
-            read = on_all_ranks(lambda _: [(number, labels_of(collator([row]))) for number, row in found])
-            self.kind, self.rows = read[0][1], [(number, each.documents()) for number, each in read]
-            self.documents = [each for _, own in self.rows for each in own]
+            read = on_all_ranks(lambda _: [labels_of(collator([row])) for row in found])
+            self.kind, self.documents = read[0], [each for row in read for each in row.documents()]
         elif batch is not None:
             self.kind = labels_of(batch)
             self.documents = self.kind.documents()
@@ -220,51 +214,14 @@ class TrainerCase(PackedCase):
         super().__init__(runner, state.collator, batch, source, state.source.is_weighted)
         self.trainer, self.model, self.training = trainer, model, training
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
-        made_by = state.kind.compute_loss.__module__, getattr(trainer.compute_loss_func, "__module__", "trl.")
-        self.has_own_loss = training and not all(each.startswith(("transformers.", "trl.")) for each in made_by)
+        self.has_own_loss = training and has_own_loss(trainer)
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
-        on_all_ranks(lambda _: self._compare_with_own_collator())
-
-    def _compare_with_own_collator(self) -> None:
-        """Compare documents of the dataset with what the trainer's own collator makes of each row, alone.
-
-        Nothing is compared where the trainer cannot read its dataset by itself, or makes no labels.
-
-        Raises:
-            PackingError: the collator makes other tokens or labels.
-        """
-        documents = {number: found[0] for number, found in self.rows if number is not None}
-        stock, batches = without_attach(self.trainer), {}
-        loaders = prepared_loaders(stock.accelerator)
-        before = len(loaders)
-        # making a loader may draw random numbers, and collators may raise anything
-        with suppress(Exception), torch.random.fork_rng():
-            loader: Any = stock.get_train_dataloader() if documents else None
-            for number in documents:
-                batches[number] = collate_rows(loader.collate_fn, rows_by_number(loader.dataset, [number]))
-        del loaders[before:]
-        for number, batch in batches.items():
-            if batch.get(LABELS) is None:
-                continue
-            is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0
-            for name, begin in ((INPUT_IDS, 0), (LABELS, self._first)):
-                found, expected = (
-                    each[0, begin:].tolist() for each in (documents[number][name], batch[name][:, is_token])
-                )
-                if found != expected:
-                    place = next(n for n, (one, other) in enumerate(zip_longest(found, expected)) if one != other)
-                    here = slice(place, place + 4)
-                    raise PackingError(
-                        f"{name}: expected those of the trainer's own collator, {expected[here]} from token "
-                        f"{begin + place} of row {number} on, got {found[here]}. attach reads the columns of the "
-                        f"dataset: give it the {name} that you want to train on, and the trainer no collator that "
-                        "changes them"
-                    )
 
     def packed(self, of: list[Document]) -> Tensor:
         inputs = self.batch_of(of)
         if not self.training:
-            return _not_proving(self.trainer, TokenMean(self.device)).compute_loss(self.model, inputs)  # type: ignore[no-any-return]
+            asked = _not_proving(self.trainer, TokenMean(self.device))
+            return asked.compute_loss(self.model, asked._prepare_inputs(inputs))  # type: ignore[no-any-return]
         return _loss_of_step(self.trainer, self.runner, [inputs], self.sizes(of)[-1], copies=2)
 
     def unpacked(self, of: list[Document], padding: int) -> Tensor:
@@ -398,6 +355,15 @@ def _with_padding(batch: Batch, padding: int, model: PreTrainedModel) -> Batch:
     }
 
 
+def has_own_loss(trainer: Any) -> bool:
+    """Return whether code of the user computes the loss of an attached trainer, in the trainer or in the model."""
+    kind, inner = trainer.attached.kind, inner_model(trainer.model)
+    functions = [kind.compute_loss, kind.training_step, kind._prepare_inputs, type(inner).forward]
+    functions += filter(None, (trainer.compute_loss_func, getattr(inner, "loss_function", None)))
+    made_by = [getattr(each, "__module__", "") for each in functions]
+    return not all(each.startswith(("transformers.", "trl.")) for each in made_by)
+
+
 _UNCHANGED = ("train_dataset", "eval_dataset", "accelerator", "optimizer", "callback_handler", "attached")
 """Attributes of a trainer that `compute_loss` does not change, or that are data."""
 
@@ -436,7 +402,7 @@ def _loss_of_step(trainer: Any, runner: StepRunner, batches: Sequence[Batch], ow
     everywhere = trainer.accelerator.gather(items[None]).sum() / processes / runner.ranks_per_row
     asked = _not_proving(trainer)
     divisor = StepCounts().add(asked.counts_of([*batches] * copies, device))
-    losses = [asked.compute_loss(runner.model, each, num_items_in_batch=divisor) for each in batches]
+    losses = [_sent_backward(asked, runner.model, each, divisor) for each in batches]
     return sum(losses) * (copies * everywhere / items.clamp(min=1))  # type: ignore[no-any-return]
 
 
@@ -444,7 +410,20 @@ def _stock_loss(stock: Any, model: nn.Module, inputs: Batch) -> Tensor:
     """Return the loss of a batch as a trainer computes it without attach, as a step of its own."""
     with as_one_micro_batch(stock):
         _, items = stock.get_batch_samples(iter([inputs]), 1, input_device(inner_model(model)))
-        return stock.compute_loss(model, dict(inputs), num_items_in_batch=items)  # type: ignore[no-any-return]
+        if not model.training:
+            inputs = stock._prepare_inputs(dict(inputs))
+            return stock.compute_loss(model, inputs, num_items_in_batch=items)  # type: ignore[no-any-return]
+        return _sent_backward(stock, model, dict(inputs), items)
+
+
+def _sent_backward(trainer: Any, model: nn.Module, inputs: Batch, items: Any) -> Tensor:
+    """Return the loss that the trainer's own training_step sends backward. Modules keep their mode."""
+    losses: list[Tensor] = []
+    keeps_mode = temporarily(model, train=lambda _=True: model)
+    with keeps_mode, temporarily(trainer.accelerator, backward=lambda loss, **_: losses.append(loss)):
+        type(trainer).training_step(trainer, model, inputs, items)  # an attribute of its own would call the original
+    (loss,) = losses
+    return loss
 
 
 def without_attach(trainer: Any) -> Any:

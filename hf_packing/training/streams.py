@@ -24,16 +24,20 @@ from hf_packing.columns import (
     INPUT_IDS,
     KNOWN_COLUMNS,
     LABELS,
+    LOSS_MASKS,
+    LOSS_WEIGHT,
     LOSS_WEIGHTS,
     SEQ_IDX,
     SEQ_LENGTHS,
     TREE_INPUT_IDS,
+    spread_weight,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import CUT_WHEN_PACKED
 from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.rows import Row, with_labels
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams.logical import START, PackedExamples, Position, Turn, check_shares, documents_of_streams
@@ -212,6 +216,8 @@ class StreamedRows:
     """The length of segments in each step, which the trainer cuts them to."""
     restarts: bool
     """True for evaluation: each iteration begins at the first row of the first epoch."""
+    unread: Sequence[str] = ()
+    """Names of columns of documents that are not read."""
 
     def of_epoch(self, epoch: int) -> PackedExamples:
         """Return the logical streams of an epoch. Every epoch after the first reads the shards in another order, unless
@@ -228,6 +234,11 @@ class StreamedRows:
         """True if labels may have weights."""
         return LOSS_WEIGHTS in self.names
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """Nothing, since what a stream loses is not known before it is read."""
+        return {}
+
     def __str__(self) -> str:
         return (
             f"{self.streams.streams} logical streams of {self.streams.packing}, {self.rows_per_batch} rows a batch, "
@@ -236,6 +247,15 @@ class StreamedRows:
 
     def first_rows(self, count: int) -> Any:
         return islice(self.dataset, count)
+
+    def documents_beside(self, _: Any, count: int) -> Iterator[tuple[int, Any, Row]]:
+        """Yield the first documents: the number of each, its row in the stream, and the document; nothing if rows are
+        packed."""
+        if isinstance(upstream.examples_of(self.dataset), PackedExamples):
+            return
+        names = {*self.names, *LOSS_MASKS, LOSS_WEIGHT}.difference(self.unread)
+        for number, row in enumerate(islice(self.dataset, count)):
+            yield number, row, with_labels(dict(spread_weight({name: row[name] for name in names & row.keys()})))
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Do nothing: how many labels a stream has is not known."""

@@ -31,7 +31,7 @@ from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import batches_resumed, save_batches
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedBatches, AttachedPacks, AttachedRows
-from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch
+from hf_packing.training.step_cases import BatchCase, RowsCase, TrainerCase, as_one_micro_batch, has_own_loss
 from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams import StreamedRows
 from hf_packing.upstream.trl import ROLLOUTS
@@ -142,6 +142,7 @@ class PackedTrainer(AttachedTrainer):
                 {**inputs, ITEMS: num_items_in_batch.long()} if trains else inputs,
                 "training" if model.training else "evaluation",
                 lambda mode: self.step_case(model, inputs, mode == "training"),
+                self.state.global_step if model.training and has_own_loss(self) else 0,
             )
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
@@ -194,6 +195,7 @@ class PackedTrainer(AttachedTrainer):
         if (name := f"{metric_key_prefix}_loss") in output.metrics and evaluation.batches:
             summed, tokens = evaluation.over_ranks(self.accelerator)
             output.metrics[name] = summed / tokens if tokens else math.nan
+        output.metrics.update({f"{metric_key_prefix}_{name}": number for name, number in state.lost.items()})
         return output._replace(num_samples=int(predictions.documents))
 
 

@@ -139,6 +139,30 @@ def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
     assert logged(trainer)[0] == pytest.approx(total / tokens, rel=2e-5)
 
 
+def test_token_types_of_models_that_embed_them_with_their_tokens(tmp_path):
+    """As GPT-2 does, also for types of 0."""
+    data = documents(12).map(with_types)
+    settings = {"max_steps": 1, "per_device_train_batch_size": len(data)}
+    expected = logged(trainer_of(tmp_path, model=build("GPT2"), data=data, **settings))
+    trainer = attached(tmp_path, hfp.TokenBudget(2000), model=build("GPT2"), data=data, **settings)
+    assert logged(trainer) == pytest.approx(expected, rel=1e-5)
+
+
+class Boxes(LlamaForCausalLM):
+    def forward(self, input_ids, bbox=None, **inputs):
+        assert bbox is not None
+        return super().forward(input_ids, **inputs)
+
+
+def test_values_of_the_own_collator_that_rows_cannot_have_are_refused(tmp_path):
+    data = documents(12).map(lambda row: {"bbox": [[1, 2, 3, 4]] * len(row["input_ids"])})
+    trainer = trainer_of(tmp_path, model=Boxes(build("Llama").config), data=data)
+    with pytest.raises(
+        hfp.PackingError, match="^column 'bbox': expected no such value in batches of the trainer's own"
+    ):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
 LOGGED = ("packing_efficiency", "documents_per_step", "tokens_per_step")
 UTILIZATION = ("token_utilization", "attention_utilization")
 """What is 1 by nature in a single process, and not logged."""
@@ -742,3 +766,5 @@ def test_documents_are_cut_where_trl_cuts_them(tmp_path):
     budget = hfp.TokenBudget(2 * 16, max_length=16, overflow="truncate")
     trainer = attached(tmp_path, budget, kind=SFTTrainer, model=model, data=data)
     assert segments_in(trainer.get_train_dataloader()) == segments_in(trainer.get_eval_dataloader(data)) == cut_by_trl
+    lost = sum(max(0, len(ids) - 16) for ids in data["input_ids"])
+    assert trainer.evaluate(data)["eval_lost_tokens"] == lost > 0

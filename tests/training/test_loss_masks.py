@@ -156,9 +156,8 @@ def test_labels_that_do_not_follow_completion_only_loss_are_refused(tmp_path):
     with pytest.raises(hfp.PackingError, match="^column 'completion_mask': "):
         trainer.evaluate(NOT_APPLIED)
     trainer = asked_for(tmp_path, True, NOT_APPLIED)
-    hfp.attach(trainer, hfp.TokenBudget(64))
     with pytest.raises(hfp.PackingError, match="^column 'completion_mask': "):
-        trainer.train()
+        hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 @pytest.mark.parametrize("read", [lambda data: data, lambda data: data.with_transform(lambda batch: batch)])

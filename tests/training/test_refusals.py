@@ -470,9 +470,10 @@ def test_processes_that_do_not_know_of_each_other(monkeypatch):
     ],
 )
 def test_collators_whose_work_is_done_are_taken(tmp_path, collator):
-    trainer = trainer_of(tmp_path)
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]] * 4})
+    trainer = trainer_of(tmp_path, data=data)
     trainer.data_collator = collator
-    assert hfp.attach(trainer, BUDGET).documents == 45
+    assert hfp.attach(trainer, BUDGET).documents == 8
 
 
 def loop(batching=BUDGET, data=DATA, accelerator=None, **how):

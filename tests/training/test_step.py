@@ -698,10 +698,12 @@ def test_planted_faults_are_found(name, tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, model=model)
     if name == "a teacher without its patch":
         trainer = frozen_copy(tmp_path, teacher_of_trainer)
-    hfp.attach(trainer, BUDGET)
+    is_of_labels = SAID.get(name) == OF_LABELS  # which attach compares
+    if not is_of_labels:
+        hfp.attach(trainer, BUDGET)
     FAULTS[name](monkeypatch, trainer)
     with pytest.raises(hfp.PackingError) as found:
-        trainer.train()
+        hfp.attach(trainer, BUDGET) if is_of_labels else trainer.train()
     assert re.match(SAID.get(name, f"trainer: {DIFFERS}"), str(found.value)), found.value
     assert trainer.state.global_step == 0
 
@@ -830,20 +832,119 @@ def test_tensors_of_the_trainer_are_as_after_one_step(tmp_path, prove):
     assert float(trainer.log_variance.grad) == pytest.approx(1 - loss, rel=1e-3)
 
 
-def test_collators_that_make_other_labels_are_refused(tmp_path):
+class Rows(torch.utils.data.Dataset):
+    """A dataset of your own, whose rows are computed."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, number):
+        return dict(self.table[number])
+
+
+READ_AS = {
+    "a table": lambda data: data,
+    "rows that are computed": Rows,
+    "a transform": lambda data: data.with_transform(dict),
+    "a stream": lambda data: data.to_iterable_dataset(),
+}
+
+
+@pytest.mark.parametrize("read_as", READ_AS)
+@pytest.mark.parametrize("where", ["train_dataset", "eval_dataset"])
+def test_collators_that_make_other_labels_are_refused(read_as, where, tmp_path):
     """transformers' own collator trains on no pad token, also where it ends a text."""
-    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 2], [8, 9, 2], [5, 5, 6, 7, 2]] * 4})
+    data = READ_AS[read_as](datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 2], [8, 9, 2], [5, 5, 6, 7, 2]] * 4}))
+    other = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]] * 4})
     words = tokenizer()
     words.pad_token = words.eos_token
-    for collator, refused in ((DataCollatorForLanguageModeling(words, mlm=False), True), (None, False)):
-        trainer = trainer_of(tmp_path, data=data)
+    own = DataCollatorForLanguageModeling(words, mlm=False)
+    for collator in (own, None):
+        trainer = trainer_of(tmp_path, data=data if where == "train_dataset" else other, max_steps=1)
+        trainer.eval_dataset = data if where == "eval_dataset" else None
         trainer.data_collator = collator or trainer.data_collator
-        hfp.attach(trainer, BUDGET)
-        if refused:
-            with pytest.raises(hfp.PackingError, match="^labels: expected those of the trainer's own collator"):
-                trainer.train()
+        if collator:
+            with pytest.raises(
+                hfp.PackingError, match=f"^labels: expected .* from token . of row 0 of {where} on, got"
+            ):
+                hfp.attach(trainer, BUDGET)
         else:
-            trainer.train()
+            hfp.attach(trainer, BUDGET)
+
+
+def test_collators_that_make_other_labels_of_cut_documents_are_refused(tmp_path):
+    words = tokenizer()
+    words.pad_token = words.eos_token
+    trainer = trainer_of(tmp_path, data=datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8, 9, 2], [8, 9, 2]] * 4}))
+    trainer.data_collator = DataCollatorForLanguageModeling(words, mlm=False)
+    with pytest.raises(hfp.PackingError, match="^labels: expected those of the trainer's own collator"):
+        hfp.attach(trainer, hfp.TokenBudget(64, max_length=4, overflow="truncate"))
+
+
+def masks_first_labels(inputs):
+    labels = inputs["labels"].clone()
+    labels[:, :3] = -100
+    return {**inputs, "labels": labels}
+
+
+class MasksInStep(Trainer):
+    def training_step(self, model, inputs, *given, **named):
+        return super().training_step(model, masks_first_labels(inputs), *given, **named)
+
+
+class MasksInInputs(Trainer):
+    def _prepare_inputs(self, inputs):
+        return masks_first_labels(super()._prepare_inputs(inputs))
+
+
+@pytest.mark.parametrize("kind", [MasksInStep, MasksInInputs])
+def test_what_changes_inputs_before_the_loss_is_found(kind, tmp_path):
+    trainer = of(kind)(tmp_path)
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.PackingError, match=DIFFERS):
+        trainer.train()
+
+
+class CountsSteps(Trainer):
+    def training_step(self, *given, **named):
+        self.counted = getattr(self, "counted", 0) + 1
+        return super().training_step(*given, **named)
+
+
+def test_a_training_step_of_your_own_trains(tmp_path):
+    trainer = of(CountsSteps)(tmp_path)
+    hfp.attach(trainer, BUDGET)
+    assert len(logged(trainer)) == 2
+    assert trainer.counted == 2
+
+
+def test_places_in_the_loss_function_of_the_model_are_found(tmp_path):
+    trainer = with_long_documents(tmp_path, plain)
+    trainer = trainer_of(tmp_path, model=trainer.model, data=trainer.train_dataset)
+    own = trainer.model.loss_function
+    trainer.model.loss_function = lambda logits, labels, *given, **named: own(
+        logits, labels.masked_fill(torch.arange(labels.shape[1]) >= PLACE, -100), *given, **named
+    )
+    hfp.attach(trainer, hfp.TokenBudget(256, seed=1))
+    with pytest.raises(hfp.PackingError, match="with the documents in the opposite order, so it depends on places in"):
+        trainer.train()
+
+
+class StartsLater(OwnLoss):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.function = medusa if self.state.global_step else plain
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_terms_that_start_later_are_found(tmp_path):
+    trainer = of(StartsLater)(tmp_path)
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.PackingError, match=DIFFERS):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def train_by_places(folder, _):
