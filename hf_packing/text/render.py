@@ -217,8 +217,9 @@ class Renderer:
             raise BadRowError(
                 f"weight: expected 0, 1 or floats in messages, got {min(other)!r}; hf_packing.tokenize takes other "
                 "weights if the features of the dataset say that they are floats, as after "
-                "dataset.select_columns('messages').map(dict, features=datasets.Features(messages=datasets.List({'role': "
-                "datasets.Value('string'), 'content': datasets.Value('string'), 'weight': datasets.Value('float32')})))"
+                "dataset.select_columns('messages').map(dict, features=datasets.Features(messages=datasets.List({"
+                "'role': datasets.Value('string'), 'content': datasets.Value('string'), "
+                "'weight': datasets.Value('float32')})))"
             )
         before, trained, of_spans = None, None, None
         if prompt and train_on != "all":
