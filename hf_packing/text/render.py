@@ -285,6 +285,9 @@ def weight_of(message: Fields) -> float:
     weight = 1 if message.get("weight") is None else message["weight"]
     if not isinstance(weight, (int, float)) or not isfinite(weight):
         raise BadRowError(f"weight: expected a finite number in a message, got {weight!r}")
+    for name in ("train", "trainable", "masked"):
+        if message.get(name) not in (None, True, False):
+            raise BadRowError(f"{name}: expected true or false in a message, got {message[name]!r}")
     is_trained = False not in (message.get("train"), message.get("trainable"), not message.get("masked"))
     return weight * is_trained
 

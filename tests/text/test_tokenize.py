@@ -314,6 +314,16 @@ def test_weights_of_messages_are_finite_numbers(weight):
         hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))
 
 
+@pytest.mark.parametrize("name", ["train", "trainable", "masked"])
+@pytest.mark.parametrize("value", ["false", "", 2, []])
+def test_flags_of_messages_are_true_or_false(name, value):
+    chat = [PLAIN[0], {**PLAIN[1], name: value}]
+    said = re.escape(f"batch, row 0: {name}: expected true or false in a message, got {value!r}")
+    for make in (hfp.tokenize, hfp.branches):
+        with pytest.raises(hfp.PackingError, match=said):
+            make({"messages": [chat]}, tokenizer_with(CHATML))
+
+
 def weighted_chats():
     """Two chats, and what they weigh; those of a chat that no message of says anything about weigh 1."""
     weights = [0.5, -2.0]
