@@ -42,6 +42,7 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How a template marks the assistant's parts; transformers looks for the same pattern."""
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
+UNFORMATTED = "; dataset.with_format(None) has rows of plain values"
 LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
 
 
@@ -313,7 +314,8 @@ def chat_of(before: Any, after: Any) -> tuple[list[Fields], int, list[int]]:
 def messages_of(value: Any) -> list[Fields]:
     """Return the messages of a chat, also of ShareGPT's form; raise BadRowError if the value is something else."""
     if not isinstance(value, list):
-        hint = "; map needs batched=True" if isinstance(value, Mapping) else ""
+        has_format = type(value).__module__ != "builtins"  # such as that of NumPy
+        hint = "; map needs batched=True" if isinstance(value, Mapping) else UNFORMATTED * has_format
         raise BadRowError(f"expected text or a list of messages, got {type(value).__name__}: {str(value)[:40]}{hint}")
     messages: list[Any] = []
     for number, message in enumerate(value):

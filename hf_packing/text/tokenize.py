@@ -24,6 +24,7 @@ from hf_packing.checks import check_real
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_WEIGHTS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
+    UNFORMATTED,
     BadRowError,
     Rendered,
     Renderer,
@@ -291,6 +292,7 @@ def rows_of_batch(batch: Any, numbers: Sequence[int] = ()) -> list[Placed]:
     if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
         raise PackingError(
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
+            f"{UNFORMATTED}"
         )
     features = getattr(getattr(batch, "formatter", None), "features", None)
     return [*numbered("dataset" if numbers else "batch", rows_of(batch), features, numbers)]

@@ -324,6 +324,19 @@ def test_flags_of_messages_are_true_or_false(name, value):
             make({"messages": [chat]}, tokenizer_with(CHATML))
 
 
+@pytest.mark.parametrize("form", ["numpy", "pandas", "arrow"])
+@pytest.mark.parametrize("make", [hfp.tokenize, hfp.branches])
+def test_errors_of_formats_say_how_to_take_them_away(form, make):
+    rows = datasets.Dataset.from_list([{"messages": PLAIN}]).with_format(form)
+    settings = {"batched": True, "fn_kwargs": {"tokenizer": tokenizer_with(CHATML)}, "remove_columns": ["messages"]}
+    for dataset in (rows, rows.to_iterable_dataset()):
+        with pytest.raises(
+            hfp.PackingError, match=r"(?s)got \w+.*dataset\.with_format\(None\) has rows of plain values"
+        ):
+            list(dataset.map(make, **settings))
+        assert len(list(dataset.with_format(None).map(make, **settings)))
+
+
 def weighted_chats():
     """Two chats, and what they weigh; those of a chat that no message of says anything about weigh 1."""
     weights = [0.5, -2.0]
