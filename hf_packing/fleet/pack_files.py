@@ -248,7 +248,12 @@ def _text_tokenizer(tokenizer: Any, trust_remote_code: bool, settings: Mapping[s
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
     texts = TextTokenizer(tokenizer, **settings)
-    parts = (tokenizer.backend_tokenizer.to_str(), str(texts.template), tokenizer.eos_token_id, versions_of_texts())
+    parts = (
+        tokenizer.backend_tokenizer.to_str(),
+        str(texts.template),
+        tokenizer.special_tokens_map,
+        versions_of_texts(),
+    )
     return texts, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -24,6 +24,8 @@ from hf_packing.planning.plan import PackingPlan
 from hf_packing.upstream.datasets import content_of
 
 ROWS = "rows.arrow"
+SAVED_ROWS = "data-00000-of-00001.arrow"
+"""The rows that the command writes; `save_to_disk` gives a single file this name."""
 PLAN = "plan"
 _FACTS = "packing.json"
 _FIRST_LABELS = "first_labels.npy"

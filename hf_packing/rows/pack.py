@@ -19,7 +19,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
 from hf_packing.planning.lengths import Int32Array
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.cache import PLAN, ROWS, Origin, fingerprint_of, folder_for, writing_cache
+from hf_packing.rows.cache import PLAN, ROWS, SAVED_ROWS, Origin, fingerprint_of, folder_for, writing_cache
 from hf_packing.rows.changes import changes_of, count_labels, describe_changes, warn_of_changes
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
@@ -183,8 +183,7 @@ def pack_to_disk(dataset: datasets.Dataset, packing: Packing, folder: Path) -> O
     # what `save_to_disk` writes beside the rows is that of any number of rows
     packed = _packed_dataset(schema.empty_table(), dataset, names, info, fingerprint)
     packed.save_to_disk(folder, num_shards=1)
-    (file,) = folder.glob("data-*.arrow")
-    (folder / ROWS).replace(file)
+    (folder / ROWS).replace(folder / SAVED_ROWS)
     return origin
 
 

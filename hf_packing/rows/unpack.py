@@ -24,7 +24,7 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of, sums_by, total_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.cache import Origin
+from hf_packing.rows.cache import ROWS, SAVED_ROWS, Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.token_columns import TokenColumn, is_token_type
@@ -39,7 +39,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
     Documents that were dropped come back empty. Truncated documents come back without the tokens that were cut off.
 
     Args:
-        packed: a dataset that `pack` returned, neither shuffled nor selected from.
+        packed: a dataset that `pack` returned, neither shuffled, selected from, mapped nor joined.
         plan: the plan that the rows were packed with; None to use the plan that `pack` or `hf-packing pack` saved
             beside the rows. Pass a plan if the rows were saved elsewhere, without the saved plan. In this case, labels
             keep the -100 at the start of segments, and rows with equal seq_lengths can change places without an error.
@@ -163,14 +163,16 @@ def _rebuild(rows: DocumentRows, packs: IntArray) -> tuple[pa.Table, Origin]:
 
 def _stored_origin(packed: datasets.Dataset, plan: PackingPlan | None) -> Origin:
     """Return what `pack` has stored beside the rows; if it has stored nothing, the plan that the user has given."""
-    folders = {Path(file["filename"]).parent for file in packed.cache_files}
-    if len(folders) == 1 and (origin := Origin.beside(*folders)) is not None:
+    files = [Path(file["filename"]) for file in packed.cache_files]
+    # map and flatten_indices write other files beside it; of slices that are joined, it is there several times
+    is_stored = [file.name for file in files] in ([ROWS], [SAVED_ROWS])
+    if is_stored and (origin := Origin.beside(files[0].parent)) is not None:
         if len(packed) != origin.plan.num_packs:
             raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
         return origin
     if not isinstance(plan, PackingPlan):
         raise PackingError(
-            "plan: expected the PackingPlan of these rows, since pack() has stored no plan beside the rows, got "
-            f"{plan!r}"
+            "plan: expected the PackingPlan of these rows, since they are not as pack() has stored them beside their "
+            f"plan, got {plan!r}; of rows that were mapped, shuffled or joined, unpack those that pack() returned"
         )
     return Origin(plan, {"labels_made": False})

@@ -42,6 +42,7 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How a template marks the assistant's parts; transformers looks for the same pattern."""
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
+UNFORMATTED = "; dataset.with_format(None) has rows of plain values"
 LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
 
 
@@ -216,7 +217,10 @@ class Renderer:
         if not self.weighted and (other := {*weights} - {0, 1}):
             raise BadRowError(
                 f"weight: expected 0, 1 or floats in messages, got {min(other)!r}; hf_packing.tokenize takes other "
-                "weights if the features of the dataset say that they are floats"
+                "weights if the features of the dataset say that they are floats, as after "
+                "dataset.select_columns('messages').map(dict, features=datasets.Features(messages=datasets.List({"
+                "'role': datasets.Value('string'), 'content': datasets.Value('string'), "
+                "'weight': datasets.Value('float32')})))"
             )
         before, trained, of_spans = None, None, None
         if prompt and train_on != "all":
@@ -282,6 +286,9 @@ def weight_of(message: Fields) -> float:
     weight = 1 if message.get("weight") is None else message["weight"]
     if not isinstance(weight, (int, float)) or not isfinite(weight):
         raise BadRowError(f"weight: expected a finite number in a message, got {weight!r}")
+    for name in ("train", "trainable", "masked"):
+        if message.get(name) not in (None, True, False):
+            raise BadRowError(f"{name}: expected true or false in a message, got {message[name]!r}")
     is_trained = False not in (message.get("train"), message.get("trainable"), not message.get("masked"))
     return weight * is_trained
 
@@ -307,7 +314,8 @@ def chat_of(before: Any, after: Any) -> tuple[list[Fields], int, list[int]]:
 def messages_of(value: Any) -> list[Fields]:
     """Return the messages of a chat, also of ShareGPT's form; raise BadRowError if the value is something else."""
     if not isinstance(value, list):
-        hint = "; map needs batched=True" if isinstance(value, Mapping) else ""
+        has_format = type(value).__module__ != "builtins"  # such as that of NumPy
+        hint = "; map needs batched=True" if isinstance(value, Mapping) else UNFORMATTED * has_format
         raise BadRowError(f"expected text or a list of messages, got {type(value).__name__}: {str(value)[:40]}{hint}")
     messages: list[Any] = []
     for number, message in enumerate(value):

@@ -24,6 +24,7 @@ from hf_packing.checks import check_real
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_WEIGHTS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
+    UNFORMATTED,
     BadRowError,
     Rendered,
     Renderer,
@@ -237,9 +238,11 @@ def tokenize(
     }
     if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})
+    if isinstance(dataset, datasets.Dataset):  # as its format shows it, but of plain values
+        dataset = dataset.with_format(None).select_columns(dataset.format["columns"])
     features = getattr(dataset, "features", None) or getattr(getattr(dataset, "formatter", None), "features", None)
     columns = dict(features or dataset).values() if features or isinstance(dataset, Mapping) else ()
-    options["weighted"] = bool(prompt_weight) or any(map(_has_weights, columns))
+    options["weighted"] = bool(prompt_weight) or any(map(_has_weights, columns)) or _has_weights_in_json(dataset)
     if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         return _tokens_of(dataset, **options)
     made = WEIGHTED_COLUMNS if options["weighted"] else TOKEN_COLUMNS
@@ -249,7 +252,7 @@ def tokenize(
     if not dataset:
         return datasets.Dataset.from_dict({name: [] for name in made}, made, split=dataset.split)
     settings |= {"with_indices": True, "num_proc": num_proc, "desc": "Tokenizing", "remove_columns": names}
-    return dataset.with_format(columns=dataset.format["columns"]).map(_tokens_of, **settings)
+    return dataset.map(_tokens_of, **settings)
 
 
 def _has_weights(part: Any) -> bool:
@@ -261,9 +264,17 @@ def _has_weights(part: Any) -> bool:
             return any(map(_has_weights, fields.values()))
         case [*items]:
             return any(map(_has_weights, items))
-        case datasets.List(feature=feature):
+        case datasets.List(feature=feature) | datasets.LargeList(feature=feature):
             return _has_weights(feature)
     return False
+
+
+def _has_weights_in_json(dataset: Any) -> bool:
+    """Return whether rows have such messages in columns of JSON, whose features do not say so; of a Dataset alone."""
+    if not isinstance(dataset, datasets.Dataset):
+        return False
+    columns = [name for name, feature in dataset.features.items() if "Json(" in str(feature)]
+    return bool(columns) and any(_has_weights([*row.values()]) for row in dataset.select_columns(columns))
 
 
 @versioned
@@ -281,6 +292,7 @@ def rows_of_batch(batch: Any, numbers: Sequence[int] = ()) -> list[Placed]:
     if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
         raise PackingError(
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
+            f"{UNFORMATTED}"
         )
     features = getattr(getattr(batch, "formatter", None), "features", None)
     return [*numbered("dataset" if numbers else "batch", rows_of(batch), features, numbers)]

@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from datasets import iterable_dataset
 from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
     CyclingMultiSourcesExamplesIterable,
@@ -140,18 +139,28 @@ def has_shuffle_buffer(examples: Examples) -> bool:
     return isinstance(examples, BufferShuffledExamplesIterable) or any(map(has_shuffle_buffer, inner(examples)))
 
 
+def picks_by_place(examples: Examples) -> bool:
+    """Return whether which documents are read depends on the order of the shards: so it is after `take` and `skip`, and
+    for functions that get indices, also in a part of the stream."""
+    return not getattr(examples, "divides_itself", False) and (
+        isinstance(examples, (TakeExamplesIterable, SkipExamplesIterable))
+        or bool(getattr(examples, "with_indices", False))
+        or any(map(picks_by_place, inner(examples)))
+    )
+
+
 def depends_on_places(examples: Examples) -> bool:
     """Return whether the examples depend on their places in the whole stream, and not only on the shards one by one.
 
-    So it is after `take`, `skip` and an endless `repeat`, for functions that get indices, for last batches that are
-    dropped, and for streams that are interleaved until one of them ends. `datasets` would divide such a stream by
-    dividing its source: two halves of take(100) would be the first 50 documents of either half of the files.
+    So it is where they are picked by place, after an endless `repeat`, for last batches that are dropped, and for
+    streams that are interleaved until one of them ends. `datasets` would divide such a stream by dividing its source:
+    two halves of take(100) would be the first 50 documents of either half of the files.
     """
-    places = (TakeExamplesIterable, SkipExamplesIterable, HorizontallyConcatenatedMultiSourcesExamplesIterable)
     return not getattr(examples, "divides_itself", False) and (
-        isinstance(examples, places)
+        picks_by_place(examples)
+        or isinstance(examples, HorizontallyConcatenatedMultiSourcesExamplesIterable)
         or (isinstance(examples, RepeatExamplesIterable) and examples.num_times is None)
-        or bool(getattr(examples, "with_indices", False) or getattr(examples, "drop_last_batch", False))
+        or bool(getattr(examples, "drop_last_batch", False))
         or (
             isinstance(examples, CyclingMultiSourcesExamplesIterable)
             and examples.stopping_strategy != "all_exhausted_without_replacement"
@@ -187,14 +196,11 @@ def copied(examples: Examples) -> Examples:
 
 
 def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
-    """Return the object with its shards in another order; unchanged if it has a fixed order, after `take` or `skip`.
+    """Return the object with its shards in another order; unchanged if its documents are picked by place.
 
-    datasets 5 raises an error for such an order; before, the object itself is returned.
+    `datasets` keeps the order after `take` and `skip` too, but not if they are in a stream that is concatenated.
     """
-    try:
-        return examples.shuffle_data_sources(generator)
-    except getattr(iterable_dataset, "DataSourcesShufflingDisallowed", ()):
-        return examples
+    return examples if picks_by_place(examples) else examples.shuffle_data_sources(generator)
 
 
 def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:

@@ -17,7 +17,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import CHAT, FROM_TRL, tokenizer_with
+from chat_templates import CHAT, FROM_TRL, MARKED, tokenizer_with
 from fleet_files import (
     HANGS,
     STRATEGY,
@@ -203,6 +203,16 @@ def test_chats_are_tokenized_as_by_tokenize_and_bad_ones_counted(chats, tmp_path
     assert packed.counts["skipped_rows"] == 1
     assert packed.counts["num_documents"] == 6
     assert f"1 rows that cannot be used; the first one: {chats[1]}, line 3" in str(packed)
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token"])
+def test_rows_of_other_special_tokens_are_not_taken(name, chats, tmp_path):
+    """Chat templates may write any of them, so the tokens of another one are another run."""
+    tokenizer = tokenizer_with(f"{{{{ {name} }}}}{MARKED}")
+    pack_here(chats, tmp_path / "out", tokenizer=tokenizer)
+    setattr(tokenizer, name, "<|im_start|>")
+    with pytest.raises(hfp.PackingError, match="output: .*tokenizer"):
+        pack_here(chats, tmp_path / "out", tokenizer=tokenizer)
 
 
 def write(folder, name, **columns):

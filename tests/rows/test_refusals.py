@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 
 import hf_packing as hfp
 
@@ -31,6 +31,13 @@ def trees(strategy=STRATEGY, share_prefixes=2, **columns):
 def elsewhere(packed):
     """The same rows, without the plan that is stored beside them."""
     return Dataset.from_dict(packed.to_dict())
+
+
+REORDERED = {
+    "flatten_indices": lambda packed: packed.shuffle(seed=0).flatten_indices(),
+    "map": lambda packed: packed.shuffle(seed=0).map(dict),
+    "joining": lambda packed: concatenate_datasets([packed.select(range(3, 9)), packed.select(range(3))]),
+}
 
 
 def stored_plan(packed):
@@ -75,6 +82,13 @@ REFUSED = {
     },
     "unpack a list": (lambda: hfp.unpack(IDS), "packed: .*list"),
     "unpack shuffled rows": (lambda: hfp.unpack(pack().select([2, 0, 1])), "packed: .*shuffled or selected"),
+    **{
+        f"unpack rows of equal lengths after {how}": (
+            lambda changed=changed: hfp.unpack(changed(pack([[n] * 4 for n in range(9)]))),
+            "plan: .* None; of rows that were mapped, shuffled or joined, unpack those that pack",
+        )
+        for how, changed in REORDERED.items()
+    },
     "unpack some rows": (lambda: hfp.unpack(pack().select(range(2))), "packed: expected all 3 rows .* got 2"),
     "unpack rows without borders": (lambda: hfp.unpack(pack().remove_columns("seq_lengths")), "column 'seq_lengths': "),
     "unpack with another plan": (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from datasets import IterableDataset
 from document_streams import (
+    NAMES,
     SOURCES,
     check_resumed,
     keep_most,
@@ -34,7 +35,7 @@ from hf_packing.planning.windows import MOST_WINDOWS, choose_waiting
 from hf_packing.streams.reader import sizes_of_shards
 from hf_packing.upstream.datasets import examples_of, has_exact_states
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|reads):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(pack|mix) (skips|drops|leaves|reads):UserWarning")
 
 
 def count_tokens(row) -> dict:
@@ -170,6 +171,57 @@ def test_documents_are_those_of_the_plain_stream(stream, change, streams):
     packed = hfp.pack(changed, hfp.BestFit(64), window_packs=2, streams=streams)
     assert sorted(names_in(packed)) == sorted(expected)
     assert len(expected) not in (0, 90)
+
+
+def halves(stream):
+    return {"first": stream.filter(lambda _, number: number < 45, with_indices=True), "last": stream.skip(45)}
+
+
+PICKED = {
+    **{name: CHANGES[name] for name in CHANGES if name not in ("interleaved", "without the last batch")},
+    "the ends of two": lambda stream: datasets.concatenate_datasets([stream.skip(30), stream.skip(70).map(reverse)]),
+    "by index, and all": lambda stream: datasets.concatenate_datasets([halves(stream)["first"], stream]),
+    "interleaved to the end": lambda stream: datasets.interleave_datasets(
+        [*halves(stream).values()], stopping_strategy="all_exhausted_without_replacement"
+    ),
+    "mixed": lambda stream: hfp.mix(
+        halves(stream), {"first": 1, "last": 1}, stopping_strategy="all_exhausted_without_replacement"
+    ),
+    "mixed by index": lambda stream: hfp.mix(
+        {"all": stream}, {"all": 1}, stopping_strategy="all_exhausted_without_replacement"
+    ).filter(lambda _, number: number < 45, with_indices=True),
+}
+
+
+@pytest.mark.parametrize("change", PICKED)
+@pytest.mark.parametrize("streams", fast_only([None, 3], None))
+def test_documents_that_are_picked_by_place_are_those_of_every_epoch(stream, change, streams):
+    """Also of parts of a stream, and though epochs have their shards in another order where this changes nothing."""
+    changed = PICKED[change](stream)
+    expected = sorted(names_in(changed))
+    packed = hfp.pack(changed, hfp.BestFit(64), window_packs=2, streams=streams)
+    rows = []
+    for epoch in range(3):
+        packed.set_epoch(epoch)
+        rows.append(list(packed))
+        assert sorted(names_in(rows[-1])) == expected
+    assert rows[0] != rows[1]
+
+
+@pytest.mark.parametrize("streams", [None, 3])
+def test_sources_that_are_picked_by_place_and_read_again_have_the_same_documents(stream, streams):
+    sources = halves(stream) | {"joined": datasets.concatenate_datasets([stream.skip(80), stream.skip(80)])}
+    expected = {number: set(names_in(source)) for number, source in enumerate(sources.values())}
+    mixed = hfp.mix(sources, {"first": 0.8, "last": 0.1, "joined": 0.1}, stopping_strategy="all_exhausted")
+    packed = mixed if streams is None else hfp.pack(mixed, hfp.BestFit(1000, overflow="error"), streams=streams)
+    for epoch in range(2):
+        packed.set_epoch(epoch)
+        names = ("input_ids", "source", "source_epoch")
+        tokens = [each for row in packed for each in zip(*(row[name] for name in names), strict=True)]
+        assert max(passes for *_, passes in tokens) > 0
+        for number, documents in expected.items():
+            read = {token - NAMES for token, source, _ in tokens if source == number and token >= NAMES}
+            assert read == documents
 
 
 @pytest.mark.parametrize("streams", [None, 2])

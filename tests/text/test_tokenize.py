@@ -314,6 +314,27 @@ def test_weights_of_messages_are_finite_numbers(weight):
         hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))
 
 
+@pytest.mark.parametrize("name", ["train", "trainable", "masked"])
+@pytest.mark.parametrize("value", ["false", "", 2, []])
+def test_flags_of_messages_are_true_or_false(name, value):
+    chat = [PLAIN[0], {**PLAIN[1], name: value}]
+    said = re.escape(f"batch, row 0: {name}: expected true or false in a message, got {value!r}")
+    for make in (hfp.tokenize, hfp.branches):
+        with pytest.raises(hfp.PackingError, match=said):
+            make({"messages": [chat]}, tokenizer_with(CHATML))
+
+
+@pytest.mark.parametrize("form", ["numpy", "pandas", "arrow"])
+@pytest.mark.parametrize("make", [hfp.tokenize, hfp.branches])
+def test_errors_of_formats_say_how_to_take_them_away(form, make):
+    rows = datasets.Dataset.from_list([{"messages": PLAIN}]).with_format(form)
+    settings = {"batched": True, "fn_kwargs": {"tokenizer": tokenizer_with(CHATML)}, "remove_columns": ["messages"]}
+    for dataset in (rows, rows.to_iterable_dataset()):
+        with pytest.raises(hfp.PackingError, match=r"(?s)got \w+.*dataset\.with_format\(None\) has rows"):
+            list(dataset.map(make, **settings))
+        assert len(list(dataset.with_format(None).map(make, **settings)))
+
+
 def weighted_chats():
     """Two chats, and what they weigh; those of a chat that no message of says anything about weigh 1."""
     weights = [0.5, -2.0]
@@ -356,6 +377,42 @@ def test_weights_that_are_whole_numbers_make_no_column_and_are_0_or_1():
             hfp.tokenize(dataset, tokenizer)
     with pytest.raises(hfp.PackingError, match="expected train_on='assistant' for messages with weights, got 'all'"):
         hfp.tokenize({"messages": [chat_of(0.5)]}, tokenizer, train_on="all")
+
+
+@pytest.fixture
+def file_of_weights(tmp_path):
+    """JSON lines in which only turns of the assistant have a weight, so that `datasets` leaves the types of messages
+    open."""
+    rows = [{"messages": [PLAIN[0], {**PLAIN[1], "weight": weight}], "note": "x"} for weight in (1, 0.5)]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(tmp_path / "chats.jsonl")
+
+
+def test_weights_of_json_and_of_large_lists(file_of_weights):
+    tokenizer = tokenizer_with(CHATML)
+    rows = datasets.load_dataset("json", data_files=file_of_weights, split="train")
+    message = {**{name: datasets.Value("string") for name in PLAIN[0]}, "weight": datasets.Value("float32")}
+    large = datasets.Features({"messages": datasets.LargeList(message)})
+    for dataset in (rows, datasets.Dataset.from_dict({"messages": rows["messages"][:]}, large)):
+        made = hfp.tokenize(dataset, tokenizer)
+        assert [weights[-1] for weights in made["loss_weights"]] == [1, 0.5]
+    assert "loss_weights" not in hfp.tokenize(rows.select([0]), tokenizer).column_names
+
+
+def test_the_error_of_weights_in_a_stream_has_a_line_that_helps(file_of_weights):
+    dataset = datasets.load_dataset("json", data_files=file_of_weights, split="train", streaming=True)
+    with pytest.raises(hfp.PackingError, match="weight: expected 0, 1 or floats in messages, got 0.5") as refused:
+        list(hfp.tokenize(dataset, tokenizer_with(CHATML)))
+    (line,) = re.findall(r"as after (dataset\..*)", str(refused.value))
+    made = list(hfp.tokenize(eval(line), tokenizer_with(CHATML)))
+    assert [row["loss_weights"][-1] for row in made] == [1, 0.5]
+
+
+def test_columns_that_a_format_hides_are_not_read():
+    tokenizer = tokenizer_with(FROM_TRL["qwen3"])
+    rows = datasets.Dataset.from_dict({"messages": [PLAIN], "tools": [json.dumps(TOOLS)]})
+    shown, plain = rows.with_format("numpy", columns=["messages"]), rows.remove_columns("tools")
+    assert hfp.tokenize(shown, tokenizer)[:] == hfp.tokenize(plain, tokenizer)[:] != hfp.tokenize(rows, tokenizer)[:]
 
 
 @pytest.mark.parametrize("weight", [0.1, -1])

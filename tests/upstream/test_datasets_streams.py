@@ -88,3 +88,8 @@ def test_positions_of_a_stream_and_what_depends_on_places():
     assert all(upstream.depends_on_places(each.map(lambda row: row)._ex_iterable) for each in fixed)
     free = [stream, stream.repeat(2), stream.map(lambda row: row), concatenate_datasets([stream, stream])]
     assert not any(upstream.depends_on_places(each._ex_iterable) for each in free)
+    # upstream.picks_by_place: without it, later epochs would read what `skip` has left out.
+    picked = [concatenate_datasets([stream, stream.skip(2)]), interleave_datasets([stream, fixed[3]])]
+    assert all(upstream.picks_by_place(each.map(lambda row: row)._ex_iterable) for each in picked)
+    reordered = [*free, interleave_datasets([stream, stream]), stream.batch(2, drop_last_batch=True)]
+    assert not any(upstream.picks_by_place(each._ex_iterable) for each in reordered)
