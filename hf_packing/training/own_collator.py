@@ -27,7 +27,6 @@ def check_as_own_collator(stock: Any, name: str, dataset: Any, source: Source, k
     """Compare documents of a dataset with what the trainer's own collator makes of each row, alone.
 
     Nothing is compared of packed rows, of trees and where the collator packs, or masks tokens; nor where the trainer
-    cannot read its dataset by itself, or makes no labels.
 
     Args:
         stock: the trainer without attach.
@@ -52,7 +51,8 @@ def check_as_own_collator(stock: Any, name: str, dataset: Any, source: Source, k
     del loaders[before:]
     collate = PackingCollator(keep_first_labels)
     for number, row, batch in made:
-        if batch.get(LABELS) is not None and len(row[INPUT_IDS]):
+        # without labels, batches have what only the model takes, or anything
+        if len(row[INPUT_IDS]) and (batch.get(LABELS) is not None or stock.args.remove_unused_columns):
             (document,) = labels_of(collate([row])).documents()
             _compare(f"row {number} of {name}", document, batch, int(not keep_first_labels))
 
@@ -61,6 +61,8 @@ def _compare(where: str, document: Batch, batch: Batch, first: int) -> None:
     """Compare a document, whose first labels are left out, with a batch of its row alone."""
     is_token = batch.get(ATTENTION_MASK, torch.ones_like(batch[INPUT_IDS]))[0] > 0
     for name, begin in ((INPUT_IDS, 0), (LABELS, first)):
+        if batch.get(name) is None:
+            continue
         found, expected = (each[0, begin:].tolist() for each in (document[name], batch[name][:, is_token]))
         if found != expected:
             place = next(n for n, (one, other) in enumerate(zip_longest(found, expected)) if one != other)
