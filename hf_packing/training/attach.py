@@ -77,7 +77,7 @@ def attach(
     that documents in a batch do not attend to each other. The argument `batching` then decides which rows share a
     micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. All ranks and
     epochs have equally many micro-batches, in an order that changes every epoch. A resumed run continues exactly with
-    the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and micro-batches.
+    the next micro-batch. The gradient of a mean over labels does not depend on how an optimizer step is split.
     Labels and loss masks are used as without attach; the column `loss_weights`, one number for each token, or
     `loss_weight`, one for each document, weights the loss. A collator that masks tokens masks each document by itself,
     anew in every epoch. The evaluation loss is the mean over all labels other than -100, with their weights. An

@@ -27,6 +27,7 @@ def check_as_own_collator(stock: Any, name: str, dataset: Any, source: Source, k
     """Compare documents of a dataset with what the trainer's own collator makes of each row, alone.
 
     Nothing is compared of packed rows, of trees and where the collator packs, or masks tokens; nor where the trainer
+    cannot read its dataset by itself.
 
     Args:
         stock: the trainer without attach.
@@ -51,7 +52,7 @@ def check_as_own_collator(stock: Any, name: str, dataset: Any, source: Source, k
     del loaders[before:]
     collate = PackingCollator(keep_first_labels)
     for number, row, batch in made:
-        # without labels, batches have what only the model takes, or anything
+        # without labels, batches have values that the model does not take, if unused columns stay
         if len(row[INPUT_IDS]) and (batch.get(LABELS) is not None or stock.args.remove_unused_columns):
             (document,) = labels_of(collate([row])).documents()
             _compare(f"row {number} of {name}", document, batch, int(not keep_first_labels))
