@@ -45,6 +45,10 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
     def iter_arrow(self) -> Iterator[tuple[int, pa.Table]]:
         yield from enumerate(self.tables())
 
+    def _iter_arrow(self) -> Iterator[tuple[int, pa.Table]]:
+        """Yield tables of one row: `datasets` makes rows of these, and may save a state between any two."""
+        yield from enumerate(self.tables(one_row=True))
+
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, table in enumerate(self.tables(one_row=True)):
             yield number, table.to_pylist()[0]

@@ -130,7 +130,7 @@ class PackedCase(StepCase):
         taken = taken[: self.most_documents][:_MOST]
         while len(taken) > _FEWEST and len(taken) * max(map(_length, taken)) > most:
             taken.pop()
-        if not self.kind.shares_tokens:
+        if self._first and not self.kind.shares_tokens:
             taken[1::2] = [self._from_label(each) for each in taken[1::2]]
         if without_padding:
             taken = [self._part(each, min(map(_length, taken))) for each in taken]

@@ -163,9 +163,8 @@ def test_labels_that_do_not_follow_completion_only_loss_are_refused(tmp_path):
 @pytest.mark.parametrize("read", [lambda data: data, lambda data: data.with_transform(lambda batch: batch)])
 def test_trainer_ignores_masks_and_so_is_refused(tmp_path, read):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
-    trainer = attached(tmp_path, hfp.TokenBudget(8), data=read(data))
     with pytest.raises(hfp.PackingError, match="'assistant_masks': expected labels that are -100 where the mask is 0"):
-        trainer.train()
+        attached(tmp_path, hfp.TokenBudget(8), data=read(data)).train()
 
 
 def test_a_loop_of_ones_own_applies_them():
