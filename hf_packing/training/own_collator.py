@@ -73,7 +73,7 @@ def _compare(where: str, document: Batch, batch: Batch, first: int) -> None:
                 f"{where} on, got {found[here]}. attach reads the columns of the dataset: give it the {name} that you "
                 "want to train on, and the trainer no collator that changes them"
             )
-    for name in batch.keys() - document.keys() - KNOWN_COLUMNS:
+    for name in sorted(batch.keys() - document.keys() - KNOWN_COLUMNS):
         raise PackingError(
             f"column {name!r}: expected no such value in batches of the trainer's own collator, since packed rows have "
             f"only numbers for each token, got one in the batch of {where}. Leave it out, or keep the trainer's "

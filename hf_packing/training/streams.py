@@ -236,7 +236,7 @@ class StreamedRows:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Nothing, since what a stream loses is not known before it is read."""
+        """Return no numbers, since what a stream loses is not known before it is read."""
         return {}
 
     def __str__(self) -> str:
