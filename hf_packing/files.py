@@ -59,6 +59,12 @@ def size_and_version(system: Any, path: str, times: bool) -> tuple[int | None, s
     return info["size"], next((str(info[name]) for name in names if info.get(name)), "")
 
 
+def is_hidden(path: str) -> bool:
+    """Return whether a path below a folder is hidden, or is a mark of Spark without a suffix, such as _SUCCESS."""
+    name = path.rpartition("/")[2]
+    return "/." in f"/{path}" or (name.startswith("_") and "." not in name)
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Context manager: make a folder to write to. At the end of the block, it gets its final path.

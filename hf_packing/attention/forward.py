@@ -303,7 +303,7 @@ class PatchedForward(ReplacedForward):
                 f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
                 "even inside a document; remove the pad tokens from the documents before packing"
             )
-        if not facts.sees_labels and has_vocabulary(self.model):
+        if not facts.sees_labels and has_vocabulary(self.model) and not layout.sees_others:
             inputs = without_first_labels(inputs, layout)
         inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes

@@ -215,46 +215,29 @@ kernels, such as BatchNorm's, write to small buffers without a call that `Weight
 also run in backward passes. Larger buffers are tables, or the weights of quantized models."""
 
 
-class WeightSnapshot(TorchFunctionMode):
-    """Context manager: within the block, copy a parameter or buffer just before a function writes to it in place.
+class TensorSnapshot(TorchFunctionMode):
+    """Context manager: within the block, copy a tensor just before a function writes to it in place.
 
-    `restore` writes the old values back. Some modules write to their parameters or buffers when they run: RWKV rescales
-    its weights when it first runs in evaluation mode, and BatchNorm updates its moving averages. Small buffers are
-    copied earlier, when the snapshot is created. Quantized layers may also give a weight other data or other
-    attributes; the old ones are restored, unless the weights are sharded.
+    `restore` writes the old values back.
 
     Args:
-        model: the model whose parameters and buffers are copied.
-        probed: whether to copy small buffers in advance, and to restore what the hooks of the model hold.
+        tensors: the tensors, of which subclasses are left alone.
+        in_advance: whether to copy small tensors now.
     """
 
-    def __init__(self, model: nn.Module, probed: bool = True) -> None:
+    def __init__(self, tensors: Iterable[Tensor], in_advance: bool = True) -> None:
         super().__init__()
         self._not_copied: dict[int, list[Tensor]] = {}
         """Maps the address of a storage to the tensors in this storage that have not been copied yet."""
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._data: list[tuple[Tensor, Tensor, bool]] = []
-        """Tensors with the data, and the need of a gradient, that they had."""
-        self._is_probed, is_local = probed, has_local_weights(model)
-        modules, parameters = [*model.modules()], [*model.parameters()]
-        owners = [*map(vars, modules)]
-        held: list[Any] = [*map(vars, parameters), *(own[PARAMETERS] for own in owners)]
-        others = [own[name] for own in owners for name in own.keys() - OF_EVERY_MODULE]
-        if probed:
-            others += [hook for own in (*owners, global_hooks()) for name in HOOKS for hook in own[name].values()]
-        self._of_weights, self._of_modules = (
-            ObjectSnapshot(roots if is_local else (), (*modules, *parameters)) for roots in (held, others)
-        )
-        inside = (*self._of_weights.tensors, *self._of_modules.tensors)
-        plain = [
+        self._plain = [
             each
-            for each in (*parameters, *model.buffers(), *inside)
-            if type(each.data) is Tensor and each.numel() and not each.is_meta
+            for each in tensors
+            if type(each.data) is Tensor and each.numel() and not each.is_meta and each.layout is torch.strided
         ]
-        for each in plain:
-            self._data += [(each, each.data, each.requires_grad)] if is_local else []
+        for each in self._plain:
             self._not_copied.setdefault(each.data.untyped_storage().data_ptr(), []).append(each.data)
-        for each in plain if probed else ():
+        for each in self._plain if in_advance else ():
             if type(each) is Tensor and each.numel() <= MOST_KEPT:
                 self._copy(each)
 
@@ -268,6 +251,43 @@ class WeightSnapshot(TorchFunctionMode):
             self._copy(args[0])
         return function(*args, **(kwargs or {}))
 
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Write old values back, and return whether any had changed."""
+        changed = [(tensor, before) for tensor, before in self._copies if not torch.equal(tensor, before)]
+        for tensor, before in changed:
+            tensor.copy_(before)
+        return bool(changed)
+
+
+class WeightSnapshot(TensorSnapshot):
+    """Context manager: within the block, copy a parameter or buffer just before a function writes to it in place.
+
+    Some modules write to their parameters or buffers when they run: RWKV rescales its weights when it first runs in
+    evaluation mode, and BatchNorm updates its moving averages. Quantized layers may also give a weight other data or
+    other attributes; the old ones are restored, unless the weights are sharded.
+
+    Args:
+        model: the model whose parameters and buffers are copied.
+        probed: whether to copy small buffers in advance, and to restore what the hooks of the model hold.
+    """
+
+    def __init__(self, model: nn.Module, probed: bool = True) -> None:
+        self._is_probed, is_local = probed, has_local_weights(model)
+        modules, parameters = [*model.modules()], [*model.parameters()]
+        owners = [*map(vars, modules)]
+        held: list[Any] = [*map(vars, parameters), *(own[PARAMETERS] for own in owners)]
+        others = [own[name] for own in owners for name in own.keys() - OF_EVERY_MODULE]
+        if probed:
+            others += [hook for own in (*owners, global_hooks()) for name in HOOKS for hook in own[name].values()]
+        self._of_weights, self._of_modules = (
+            ObjectSnapshot(roots if is_local else (), (*modules, *parameters)) for roots in (held, others)
+        )
+        inside = (*self._of_weights.tensors, *self._of_modules.tensors)
+        super().__init__((*parameters, *model.buffers(), *inside), probed)
+        self._data = [(each, each.data, each.requires_grad) for each in self._plain] if is_local else []
+        """Tensors with the data, and the need of a gradient, that they had."""
+
     def restore(self) -> bool:
         """Undo all changes, and return whether there were any."""
         is_changed = self._of_weights.restore()
@@ -277,10 +297,7 @@ class WeightSnapshot(TorchFunctionMode):
                     tensor.data, is_changed = data, True
                 if tensor.requires_grad != needs_gradient:
                     tensor.requires_grad_(needs_gradient)
-            for tensor, before in self._copies:
-                if not torch.equal(tensor, before):
-                    is_changed = True
-                    tensor.copy_(before)
+        is_changed |= super().restore()
         if is_changed or self._is_probed:
             self._of_modules.restore()
         return is_changed

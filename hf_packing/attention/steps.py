@@ -18,10 +18,10 @@ from hf_packing.attention.kinds.split import block_of
 from hf_packing.attention.model import configurations, has_local_weights
 from hf_packing.attention.runs import Runner, with_rounding_errors
 from hf_packing.attention.snapshot import (
-    MOST_KEPT,
     RANDOM_SETTINGS,
     ConstantDraws,
     ObjectSnapshot,
+    TensorSnapshot,
     seed_all,
     temporarily,
 )
@@ -86,9 +86,9 @@ class StepRunner:
             held = ObjectSnapshot(self.holders, (*self.without, *modules))
             stack.callback(held.restore)
             kept += [(each, each.grad) for each in held.tensors if each.is_leaf]
-            for each in held.tensors:
-                if each.numel() <= MOST_KEPT and not each.is_inference():
-                    stack.callback(each.detach().copy_, each.detach().clone())
+            tensors = TensorSnapshot(each.detach() for each in held.tensors if not each.is_inference())
+            stack.callback(tensors.restore)
+            stack.enter_context(tensors)
             for config in configurations(self.runners[0].model) if self.without_router_losses else ():
                 if getattr(config, "output_router_logits", False):
                     stack.enter_context(temporarily(config, output_router_logits=False))

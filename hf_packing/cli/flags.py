@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_packing.errors import PackingError
+from hf_packing.checks import expect
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
 
 STRATEGIES = tuple(registered_strategies())
@@ -19,6 +19,8 @@ _TEXT_SETTINGS = ("text_field", "end_documents", "add_special_tokens", "separato
 _FLAGS = {
     "text_field": "--field",
     "skip_bad=True": "--skip-bad",
+    "skip_bad: ": "--skip-bad: ",
+    "separator: ": "--separator: ",
     "train_on": "--train-on",
     "add_special_tokens=False": "--no-special-tokens",
     "share_prefixes": "--share-prefixes",
@@ -59,12 +61,11 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
     """Return the TextTokenizer that the flags describe; None without a tokenizer."""
     from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
 
-    settings = text_settings(given)
     if given.tokenizer is None:
-        if unused := [name for name in ("text_field", "separator", "train_on") if settings[name] is not None]:
-            raise PackingError(f"tokenizer: expected one for {unused[0]}, got none")
+        unused = {"text_field": given.text_field, "separator": given.separator, "train_on": given.train_on}
+        expect(None, "without a tokenizer", **unused)
         return None
-    return TextTokenizer(load_tokenizer(given.tokenizer, given.trust_remote_code), **settings)
+    return TextTokenizer(load_tokenizer(given.tokenizer, given.trust_remote_code), **text_settings(given))
 
 
 def text_settings(given: argparse.Namespace) -> dict[str, Any]:

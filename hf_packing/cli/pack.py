@@ -11,7 +11,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import new_folder, remove_unfinished, writing_to
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import PLAN, Origin
+from hf_packing.rows.cache import FILES, PLAN, Origin
 from hf_packing.rows.changes import describe_counts
 from hf_packing.rows.pack import pack_to_disk
 from hf_packing.rows.packing import Packing
@@ -19,6 +19,8 @@ from hf_packing.rows.token_columns import is_token_type
 from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import name_of
 
+_SAVED = ("dataset_info.json", "state.json", "*.arrow", *FILES)
+"""Patterns for the names in the folder of a saved dataset, packed or not."""
 _ONE_DAY = 86_400.0
 """An unfinished folder beside the output, of a process that was killed, is removed after so many seconds."""
 
@@ -138,3 +140,8 @@ def _check_output(output: Path, overwrite: bool) -> None:
         )
     if not (output / "dataset_info.json").is_file():
         raise PackingError(f"--overwrite: expected a saved dataset to replace, but {str(output)!r} is not one")
+    if others := sorted(each.name for each in output.iterdir() if not any(map(each.match, _SAVED))):
+        raise PackingError(
+            f"--overwrite: expected a saved dataset to replace, and no other files, but {str(output)!r} also has "
+            f"{others[0]!r}"
+        )

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from hf_packing.checks import expect
 from hf_packing.cli.flags import print_json, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed, say_plan
+from hf_packing.errors import PackingError
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.report.render import check_page, save_page
 from hf_packing.report.report import packing_report
@@ -39,6 +40,8 @@ def run(given: argparse.Namespace) -> int:
     strategies = strategies_named(given.strategy, lengths) if given.strategy else None
     if given.output:
         check_page(given.output, "--output")
+        if given.output.resolve() == Path(given.data).resolve():
+            raise PackingError(f"--output: expected another file than DATA, got {str(given.output)!r}")
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         documents, skipped = read_documents(given.data, given, folder)
         find_token_columns(documents.data.table)  # refuses what `pack` refuses

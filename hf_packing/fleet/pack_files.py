@@ -8,6 +8,7 @@ import heapq
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 import warnings
@@ -28,10 +29,10 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 import hf_packing
-from hf_packing.checks import check_whole_number
+from hf_packing.checks import check_whole_number, expect
 from hf_packing.columns import loss_masks_in
 from hf_packing.errors import MissingDependencyError, PackingError
-from hf_packing.files import file_system
+from hf_packing.files import file_system, is_hidden
 from hf_packing.fleet.manifest import (
     Folder,
     Identity,
@@ -149,7 +150,12 @@ def pack_files(
         "separator": separator,
         "train_on": train_on,
     }
-    texts, digest = _text_tokenizer(tokenizer, trust_remote_code, settings) if tokenizer is not None else (None, None)
+    texts = digest = None
+    if tokenizer is None:
+        expect(None, "without a tokenizer", text_field=text_field, separator=separator, train_on=train_on)
+        expect(False, "without a tokenizer", skip_bad=skip_bad)
+    else:
+        texts, digest = _text_tokenizer(tokenizer, trust_remote_code, settings)
     groups = group_files(inputs, tasks)
     run = {
         "hf_packing": hf_packing.__version__,
@@ -210,8 +216,10 @@ def find_inputs(files: str | Path | Sequence[str | Path], options: Mapping[str, 
     found: list[tuple[str, Identity]] = []
     for each in [files] if isinstance(files, (str, Path)) else files:
         system, path = file_system(str(each), **options)
-        names = system.glob(path) if has_magic(path) and not system.exists(path) else system.find(path)
-        shown = [name for name in names if not Path(name).name.startswith((".", "_"))]
+        is_pattern = has_magic(path) and not system.exists(path)
+        names = system.glob(path) if is_pattern else system.find(path)
+        above = re.split(r"[*?\[]", path)[0].rpartition("/")[0] if is_pattern else path
+        shown = [name for name in names if not is_hidden(name.removeprefix(above).lstrip("/"))]
         if not shown:
             raise PackingError(f"files: expected files to pack, got none in {str(each)!r}")
         found += [(url_of(system, name), identity_of(system, name)) for name in shown]

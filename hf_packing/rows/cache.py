@@ -29,6 +29,8 @@ SAVED_ROWS = "data-00000-of-00001.arrow"
 PLAN = "plan"
 _FACTS = "packing.json"
 _FIRST_LABELS = "first_labels.npy"
+FILES = PLAN, _FACTS, _FIRST_LABELS
+"""What `Origin.save` writes beside the rows."""
 
 
 @dataclass(frozen=True)

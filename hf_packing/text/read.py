@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.files import file_system
+from hf_packing.files import file_system, is_hidden
 from hf_packing.text.render import reason_of
 from hf_packing.text.tokenize import TOKEN_COLUMNS, Placed, TextTokenizer, numbered, usable
 from hf_packing.upstream.datasets import name_of_file
@@ -77,7 +77,7 @@ class Documents:
         is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
         if path.is_dir() and not is_saved:
             found = [file for file in sorted(path.rglob("*")) if file.is_file() and file.match(self.glob or "*")]
-            self.files = [str(file) for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
+            self.files = [str(file) for file in found if not is_hidden(file.relative_to(path).as_posix())]
             if not self.files:
                 raise PackingError(f"data: expected files like {self.glob or '*'} in {self.data!r}, got none")
         elif self.glob:
@@ -86,13 +86,8 @@ class Documents:
             self.files = [self.data]
         elif not path.exists() and _suffix_of(self.data) in (*_KINDS, ".txt"):
             raise PackingError(f"data: expected a file, a folder or a dataset's name, but {self.data!r} does not exist")
-        kinds = sorted(
-            {
-                # other programs write JSON lines
-                _JSON if file == "-" or file.startswith("/dev/") else _KINDS.get(_suffix_of(file), _TEXT)
-                for file in self.files
-            }
-        )
+        self.is_stream = self.data == "-" or self.data.startswith("/dev/")  # of other programs, which write JSON lines
+        kinds = sorted({_JSON if self.is_stream else _KINDS.get(_suffix_of(file), _TEXT) for file in self.files})
         if len(kinds) > 1:
             raise PackingError(
                 f"data: expected files of one kind, got {' and '.join(kinds)} in {self.data!r}; glob='*.jsonl' chooses "
@@ -125,6 +120,8 @@ class Documents:
                     f"{unused}: expected none for documents with input_ids, which are tokens already; text_field names "
                     "a field to tokenize instead"
                 )
+            if first and self.is_stream:  # which cannot be read again
+                return datasets.Dataset.from_list([row for _, row in chain(first, rows)])
             return self._load() if dataset is None else dataset
         if tokenizer is None:
             raise PackingError(

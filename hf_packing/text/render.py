@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, takewhile
-from math import isfinite
 from operator import eq
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -42,6 +41,10 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How a template marks the assistant's parts; transformers looks for the same pattern."""
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields of messages with the model's thinking. Each chat template knows one of these names."""
+_NOT_OF_ROWS = {"chat_template", "add_generation_prompt", "continue_final_message"}
+"""Arguments of `apply_chat_template` that no row has a value of its own for."""
+MOST_WEIGHT = 3e38
+"""The largest weight, about that of float32."""
 UNFORMATTED = "; dataset.with_format(None) has rows of plain values"
 LACKS_TEXT = "lack content, thinking or tool calls, which the chat template leaves out"
 
@@ -128,6 +131,8 @@ class Renderer:
         """
         from transformers.utils.chat_template_utils import render_jinja_template  # apply_chat_template calls it
 
+        if refused := sorted(_NOT_OF_ROWS & settings.keys()):
+            raise BadRowError(f"expected chat_template_kwargs that the chat template reads, got {refused[0]!r}")
         template = self._template_for_training if for_training else self.template
         source = self.tokenizer.get_chat_template(
             template if isinstance(template, str) else None, settings.get("tools")
@@ -214,6 +219,11 @@ class Renderer:
         for_training = train_on == "assistant"
         text, marked = self.write(messages, settings, for_training=for_training)
         weights = [weight_of(messages[turn]) for turn in turns]
+        if self.prompt_weight and {*map(weight_of, messages[:prompt])} - {1}:
+            raise BadRowError(
+                "prompt_weight: expected prompts of messages without weights and marks of their own, got a message "
+                "with one"
+            )
         if not self.weighted and (other := {*weights} - {0, 1}):
             raise BadRowError(
                 f"weight: expected 0, 1 or floats in messages, got {min(other)!r}; hf_packing.tokenize takes other "
@@ -284,8 +294,10 @@ def weight_of(message: Fields) -> float:
     """Return the weight of a message in the loss, 0 if it is not trained on, by the fields of OpenAI, axolotl,
     torchtune and LLaMA-Factory."""
     weight = 1 if message.get("weight") is None else message["weight"]
-    if not isinstance(weight, (int, float)) or not isfinite(weight):
-        raise BadRowError(f"weight: expected a finite number in a message, got {weight!r}")
+    if not isinstance(weight, (int, float)) or not abs(weight) <= MOST_WEIGHT:
+        raise BadRowError(
+            f"weight: expected a finite number in a message, of at most {MOST_WEIGHT:g}, got {weight!r:.60}"
+        )
     for name in ("train", "trainable", "masked"):
         if message.get(name) not in (None, True, False):
             raise BadRowError(f"{name}: expected true or false in a message, got {message[name]!r}")
@@ -334,6 +346,10 @@ def messages_of(value: Any) -> list[Fields]:
                     f"message {number}: expected messages with a role, and with content or tool_calls, got "
                     f"{str(message)[:40]}"
                 )
+        calls = messages[-1].get("tool_calls") or []
+        for call in calls if isinstance(calls, list) else [calls]:
+            if calls is call or not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+                raise BadRowError(f"message {number}: expected a list of calls in tool_calls, got {str(calls)[:40]}")
         for part in texts if isinstance(texts := messages[-1].get("content"), list) else []:
             match part:
                 case {"text": str()}:

@@ -24,6 +24,7 @@ from hf_packing.checks import check_real
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_WEIGHTS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import (
+    MOST_WEIGHT,
     UNFORMATTED,
     BadRowError,
     Rendered,
@@ -234,7 +235,7 @@ def tokenize(
         "text_field": text_field,
         "chat_template": chat_template,
         "add_special_tokens": add_special_tokens,
-        "prompt_weight": check_real("prompt_weight", prompt_weight, -1e300, 1e300, "a finite number"),
+        "prompt_weight": check_real("prompt_weight", prompt_weight, -MOST_WEIGHT, MOST_WEIGHT, "a finite number"),
     }
     if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})

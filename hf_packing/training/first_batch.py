@@ -22,7 +22,7 @@ from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.training.kinds import labels_of
 from hf_packing.training.losses import Batch
 from hf_packing.training.ranks import on_all_ranks
-from hf_packing.training.step import StepCase, StepReport, is_due_again, prove_step
+from hf_packing.training.step import StepCase, StepReport, is_due_again, on_any_rank, prove_step
 
 
 @dataclass
@@ -36,10 +36,19 @@ class FirstBatchProof:
     proofs: dict[str, Proof | StepReport] = field(default_factory=dict)
     """What was proven on the rank with the most documents, by what it is, as "isolation: proven on the first training
     batch"."""
-    latest_step: int = 0
-    """The number of optimizer steps before the latest proof of a step."""
+    latest_step: dict[str, int] = field(default_factory=dict)
+    """For each mode, the number of optimizer steps before the latest proof of a step, or before it was found that none
+    is needed again."""
 
-    def check(self, model: nn.Module, batch: Batch, mode: str, make: Callable[[str], StepCase], step: int = 0) -> None:
+    def check(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        mode: str,
+        make: Callable[[str], StepCase],
+        step: int,
+        is_own: Callable[[], bool],
+    ) -> None:
         """Prove isolation and the step on a batch, unless they are proven for this mode; all ranks call this together.
 
         The step of rows on several ranks is one of training, also in evaluation.
@@ -49,7 +58,7 @@ class FirstBatchProof:
             batch: a packed batch on the model's device.
             mode: "training" or "evaluation".
             make: makes the case of a proof of the step in a mode.
-            step: as in `check_step`.
+            step, is_own: as in `check_step`.
 
         Raises:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
@@ -61,7 +70,7 @@ class FirstBatchProof:
         with proves_rows_on(model, ranks) if ranks > 1 else nullcontext():
             self._check_isolation(model, batch, mode)
             of_step = "training" if ranks > 1 else mode
-            self.check_step(of_step, partial(make, of_step), step)
+            self.check_step(of_step, partial(make, of_step), step, is_own)
 
     def _check_isolation(self, model: nn.Module, batch: Batch, mode: str) -> None:
         """Prove isolation on a batch, if a rank has several documents in it, or raise an error on all ranks."""
@@ -86,30 +95,35 @@ class FirstBatchProof:
                 )
         self._note(what, max(proofs, key=lambda each: each.documents))
 
-    def check_step(self, mode: str, make: Callable[[], StepCase], step: int = 0) -> None:
+    def check_step(
+        self, mode: str, make: Callable[[], StepCase], step: int, is_own: Callable[[], bool] = lambda: True
+    ) -> None:
         """Prove the step of a case, unless it is proven for this mode; all ranks call this together.
 
-        Of rows that stay whole, and of losses of the user's own, it is proven again later; see `is_due_again`.
+        Where the user's own code has a part in it, and of rows that stay whole, it is proven again; see `is_due_again`.
 
         Args:
             mode: "training" or "evaluation".
             make: makes the case.
             step: the number of optimizer steps so far; 0 to prove the step only once.
+            is_own: returns whether the user's own code has a part in it.
 
         Raises:
             PackingError: the packed step is not the step that is made unpacked; raised on all ranks.
         """
         on = f"on the first {mode} batch"
-        is_due = is_due_again(step, self.latest_step)
-        if f"step: not compared {on}" in self.proofs or (f"step: proven {on}" in self.proofs and not is_due):
+        is_proven = f"step: proven {on}" in self.proofs
+        if f"step: not compared {on}" in self.proofs or (is_proven and not is_due_again(step, self.latest_step[mode])):
             return
-        self.latest_step = max(step, self.latest_step)
+        self.latest_step[mode] = step
+        if is_proven and not on_any_rank(is_own()):
+            return
         reports = gather_object([prove_step(make(), mode == "training")])
         for rank, report in enumerate(reports):
             if report.problem:
                 on_rank = f" on rank {rank}" if len(reports) > 1 else ""
                 raise PackingError(f"trainer: expected the step that it makes without packing{on_rank}, got {report}")
-        if f"step: proven {on}" not in self.proofs:
+        if not is_proven:
             self._note(f"step: {'proven' if reports[0].compared else 'not compared'} {on}", reports[0])
 
     def _note(self, what: str, proof: Proof | StepReport) -> None:

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_packing.attention import compiles_forward, inner_model, labels_of_trees, temporarily
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
 from hf_packing.upstream.torch import WITHOUT_VALUES, PlainTensors, backward_hooks, subclassed, tree_leaves, tree_map
@@ -54,6 +55,8 @@ class Weighting(NamedTuple):
     """float [labels]: the weight of each label."""
     items: Any
     """The number by which the model divides the sum, or by which the sum is divided if the model takes a mean."""
+    targets: Tensor
+    """The labels that the cross-entropy has to get, int64 [tokens]."""
 
 
 @contextmanager
@@ -341,7 +344,7 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})
     if head.weighting is not None:
-        rows, labels, weights, items = head.weighting
+        rows, labels, weights, items, targets = head.weighting
         places = logits.tokens("cpu")
         is_whole = len(places) >= head.shape[1] - 1 and torch.equal(places, torch.arange(len(places)))
         if reduction == "none" or options["label_smoothing"] or not is_whole:
@@ -350,6 +353,13 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
                 "and without label smoothing, for loss='sequence' and for documents that share prefixes or are on "
                 "several ranks; another one cannot be weighted. Use loss='token', no shared prefixes and "
                 "max_ranks_per_document=1"
+            )
+        is_changed = not torch.equal(target, targets[: len(target)].to(target.device))
+        if is_changed or options["ignore_index"] != IGNORED_LABEL:
+            raise PackingError(
+                "loss: expected a cross-entropy of the labels of the batch, got other labels, or another ignore_index. "
+                "With loss='sequence', loss_weights, shared prefixes and several ranks per document, labels are "
+                "weighted before the loss is computed: change them in the dataset"
             )
     elif reduction == "none":
         rows = torch.arange(len(target), device=target.device)

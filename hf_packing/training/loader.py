@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,7 +26,7 @@ from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.kinds import labels_of, refuse_zero
 from hf_packing.training.losses import Batch, Loss, positive
-from hf_packing.training.models import prepared_model
+from hf_packing.training.models import has_own_code, prepared_model
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.step import StepCase
 from hf_packing.training.step_counts import micro_batch_counts
@@ -81,7 +82,7 @@ class LoopSteps:
             step: the number of optimizer steps before this one.
         """
         for batch in batches:
-            self._prove_on(batch)
+            self._prove_on(batch, step)
         longest = longest_segment(self.batching, step)
         batches = [with_segments_cut(batch, longest) for batch in batches]
         # accelerate averages gradients over processes and accumulated micro-batches: with this divisor, the average is
@@ -93,11 +94,12 @@ class LoopSteps:
         items = positive(everywhere) / averaged_over
         return [labels_of(batch).with_share(self.loss, items, self.keep_labels) for batch in batches]
 
-    def _prove_on(self, batch: Batch) -> None:
+    def _prove_on(self, batch: Batch, step: int) -> None:
         if self.prove_on is not None:
             model = prepared_model(self.accelerator, self.prove_on)
             with self.accelerator.autocast():
-                self.proof.check(model, batch, "training", lambda _: self.step_case(model, batch))
+                make, is_own = partial(self.step_case, model, batch), partial(has_own_code, model)
+                self.proof.check(model, batch, "training", lambda _: make(), step, is_own)
 
 
 class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate has no types

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -77,9 +78,10 @@ class WholeStep:
             return cls({**inputs, LABELS: labels}, own, None)
         if of.shares_tokens:
             check_predicts_next(model)
-        weights, (rows, tokens, targets) = of.weights(loss), of.next_tokens(predicts_next(model))
-        own = of.total_of(weights)
-        return cls({**inputs, LABELS: labels}, own, Weighting(rows, targets, weights[0, tokens], positive(own)))
+        is_shifted = predicts_next(model)
+        weights, (rows, tokens, targets) = of.weights(loss), of.next_tokens(is_shifted)
+        own, given = of.total_of(weights), F.pad(labels[0], (0, 1), value=IGNORED_LABEL)[int(is_shifted) :]
+        return cls({**inputs, LABELS: labels}, own, Weighting(rows, targets, weights[0, tokens], positive(own), given))
 
     @property
     def items(self) -> Tensor:

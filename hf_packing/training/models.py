@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import check_labels_are_hidden
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.upstream.accelerate import prepared_models
+from hf_packing.upstream.torch import HOOKS
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,21 @@ def _reads_tokens(module: nn.Module) -> bool:
     if models:
         return any("input_ids" in inspect.signature(each.forward).parameters for each in models)
     return any(isinstance(each, nn.Embedding) for each in module.modules())
+
+
+_LIBRARIES = ("torch.", "transformers.", "trl.", "peft.", "accelerate.", "deepspeed.", "bitsandbytes.", "liger_kernel.")
+"""Where code is from that is not the user's own, beside this package."""
+
+
+def has_own_code(model: nn.Module, *functions: Any) -> bool:
+    """Return whether forwards, hooks or the loss function of a model, or other functions, are code of the user."""
+    found = [*functions, getattr(inner_model(model), "loss_function", None)]
+    for own, module in ((vars(each), each) for each in model.modules()):
+        found += own.get("forward") or type(module).forward, *chain(*(own[name].values() for name in HOOKS))
+    # patches and methods say what they call, and so do partial functions
+    called = [getattr(each, "__func__", getattr(each, "func", each)) for each in found if each is not None]
+    libraries = (__package__.partition(".")[0] + ".", *_LIBRARIES)
+    return not all(getattr(each, "__module__", "").startswith(libraries) for each in called)
 
 
 def _describe(model: PreTrainedModel) -> str:

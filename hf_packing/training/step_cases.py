@@ -42,7 +42,7 @@ from hf_packing.training.kinds.split import ranks_of
 from hf_packing.training.loss_unit import CheckedRows
 from hf_packing.training.losses import COUNTS, Batch, Loss, TokenMean
 from hf_packing.training.model_loss import WholeStep, predicts_next
-from hf_packing.training.models import models_of, prepared_model
+from hf_packing.training.models import has_own_code, models_of, prepared_model
 from hf_packing.training.ranks import on_all_ranks
 from hf_packing.training.sources import PackedRows
 from hf_packing.training.step import StepCase, StepReport, prove_step
@@ -89,7 +89,7 @@ class PackedCase(StepCase):
     """The most tokens of a document; None for no limit."""
     loss: Loss = "token"
     has_own_loss: bool
-    """Whether the loss is of the user's own code, which may read the places of tokens in the row."""
+    """Whether the user's own code has a part in the loss, which may read the places of tokens in the row."""
     weight: float | None
     """The weight of all labels in the packed step, which does not change its loss; None if labels have no weights."""
 
@@ -214,7 +214,7 @@ class TrainerCase(PackedCase):
         super().__init__(runner, state.collator, batch, source, state.source.is_weighted)
         self.trainer, self.model, self.training = trainer, model, training
         self.most_tokens, self.loss = state.max_tokens, state.loss if training else "token"
-        self.has_own_loss = training and has_own_loss(trainer)
+        self.has_own_loss = has_own_loss(trainer)
         self.longest = longest_segment(state.batching, trainer.state.global_step) if training else None
 
     def packed(self, of: list[Document]) -> Tensor:
@@ -255,7 +255,8 @@ class LoopCase(PackedCase):
         runner = StepRunner(model, ranks_per_row=labels_of(batch).ranks)
         is_weighted = LOSS_WEIGHTS in batch if source is None else source.is_weighted
         super().__init__(runner, collator, batch, source if isinstance(source, PackedRows) else None, is_weighted)
-        self.model, self.function, self.loss, self.has_own_loss = model, function, loss, function is not None
+        self.model, self.function, self.loss = model, function, loss
+        self.has_own_loss = function is not None or has_own_code(model)
         self.most_tokens = batch[INPUT_IDS].shape[1]
 
     def packed(self, of: list[Document]) -> Tensor:
@@ -356,12 +357,10 @@ def _with_padding(batch: Batch, padding: int, model: PreTrainedModel) -> Batch:
 
 
 def has_own_loss(trainer: Any) -> bool:
-    """Return whether code of the user computes the loss of an attached trainer, in the trainer or in the model."""
-    kind, inner = trainer.attached.kind, inner_model(trainer.model)
-    functions = [kind.compute_loss, kind.training_step, kind._prepare_inputs, type(inner).forward]
-    functions += filter(None, (trainer.compute_loss_func, getattr(inner, "loss_function", None)))
-    made_by = [getattr(each, "__module__", "") for each in functions]
-    return not all(each.startswith(("transformers.", "trl.")) for each in made_by)
+    """Return whether code of the user has a part in the loss of an attached trainer, in the trainer or in a model."""
+    kind = trainer.attached.kind
+    functions = kind.compute_loss, kind.training_step, kind._prepare_inputs, trainer.compute_loss_func
+    return has_own_code(trainer.model, *functions)
 
 
 _UNCHANGED = ("train_dataset", "eval_dataset", "accelerator", "optimizer", "callback_handler", "attached")

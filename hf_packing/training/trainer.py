@@ -142,7 +142,8 @@ class PackedTrainer(AttachedTrainer):
                 {**inputs, ITEMS: num_items_in_batch.long()} if trains else inputs,
                 "training" if model.training else "evaluation",
                 lambda mode: self.step_case(model, inputs, mode == "training"),
-                self.state.global_step if model.training and has_own_loss(self) else 0,
+                0 if evaluation is None and not trains else self.state.global_step,
+                partial(has_own_loss, self),
             )
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)

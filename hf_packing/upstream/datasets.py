@@ -140,11 +140,11 @@ def has_shuffle_buffer(examples: Examples) -> bool:
 
 
 def picks_by_place(examples: Examples) -> bool:
-    """Return whether which documents are read depends on the order of the shards: so it is after `take` and `skip`, and
-    for functions that get indices, also in a part of the stream."""
+    """Return whether which documents are read depends on the order of the shards: so it is after `take` and `skip`, for
+    functions that get indices, and for last batches that are dropped, also in a part of the stream."""
     return not getattr(examples, "divides_itself", False) and (
         isinstance(examples, (TakeExamplesIterable, SkipExamplesIterable))
-        or bool(getattr(examples, "with_indices", False))
+        or bool(getattr(examples, "with_indices", False) or getattr(examples, "drop_last_batch", False))
         or any(map(picks_by_place, inner(examples)))
     )
 
@@ -152,15 +152,14 @@ def picks_by_place(examples: Examples) -> bool:
 def depends_on_places(examples: Examples) -> bool:
     """Return whether the examples depend on their places in the whole stream, and not only on the shards one by one.
 
-    So it is where they are picked by place, after an endless `repeat`, for last batches that are dropped, and for
-    streams that are interleaved until one of them ends. `datasets` would divide such a stream by dividing its source:
-    two halves of take(100) would be the first 50 documents of either half of the files.
+    So it is where they are picked by place, after an endless `repeat`, and for streams that are interleaved until one
+    of them ends. `datasets` would divide such a stream by dividing its source: two halves of take(100) would be the
+    first 50 documents of either half of the files.
     """
     return not getattr(examples, "divides_itself", False) and (
         picks_by_place(examples)
         or isinstance(examples, HorizontallyConcatenatedMultiSourcesExamplesIterable)
         or (isinstance(examples, RepeatExamplesIterable) and examples.num_times is None)
-        or bool(getattr(examples, "drop_last_batch", False))
         or (
             isinstance(examples, CyclingMultiSourcesExamplesIterable)
             and examples.stopping_strategy != "all_exhausted_without_replacement"

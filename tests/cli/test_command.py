@@ -117,6 +117,19 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
             ["report", "{data}", "--output", "{folder}/a.pdf"],
             "--output: expected a file that ends in .html or .htm, got",
         ),
+        (
+            ["report", "{folder}/page.html", "--tokenizer", "{tokenizer}", "--output", "{folder}/page.html"],
+            "--output: expected another file than DATA, got",
+        ),
+        (["report", "{data}", "--train-on", "all"], "--train-on: expected None without a tokenizer, got 'all'"),
+        (
+            ["pack", "{data}", "--output", "{folder}/out", "--workers", "1", "--train-on", "all"],
+            "--train-on: expected None without a tokenizer, got 'all'",
+        ),
+        (
+            ["pack", "{data}", "--output", "{folder}/out", "--workers", "1", "--skip-bad"],
+            "--skip-bad: expected False without a tokenizer, got True",
+        ),
         (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows all options"),
         (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
         ([], "the following arguments are required: report | pack | check"),
@@ -134,6 +147,7 @@ def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, toke
 )
 def test_bad_input_is_said_in_one_line(capsys, tmp_path, data, tokenizer, arguments, message):
     known = {"folder": tmp_path, "data": data, "tokenizer": tokenizer}
+    (tmp_path / "page.html").write_text("one")
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00")
     assert main([argument.format(**known) for argument in arguments]) == 2
     said = capsys.readouterr().err
@@ -283,6 +297,11 @@ def test_only_a_dataset_is_overwritten_and_links_are_followed(capsys, tmp_path, 
     assert main([*given[:-1], str(tmp_path), "--overwrite"]) == 2
     assert "--overwrite: expected a saved dataset to replace" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "tokenizer.json"]
+    datasets.Dataset.from_dict({"input_ids": [[1]]}).save_to_disk(tmp_path / "with_more")
+    (tmp_path / "with_more" / "checkpoints").mkdir()
+    assert main([*given[:-1], str(tmp_path / "with_more"), "--overwrite"]) == 2
+    assert "also has 'checkpoints'" in capsys.readouterr().err
+    assert len([*(tmp_path / "with_more").iterdir()]) == 4
     (tmp_path / "packed").symlink_to(tmp_path / "large_disk")
     assert [main(given), main(given), main([*given, "--overwrite"])] == [0, 2, 0]
     assert (tmp_path / "packed").is_symlink()

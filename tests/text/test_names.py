@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import hf_packing as hfp
 from hf_packing.cli import main
+from hf_packing.fleet.pack_files import find_inputs
 from hf_packing.text.read import Documents
 from hf_packing.text.tokenize import TextTokenizer, load_tokenizer
 
@@ -113,6 +114,24 @@ def test_patterns_find_files_where_no_file_has_their_name(tmp_path):
         hfp.fleet.pack(f"{tmp_path}/tokens/t[78].parquet", hfp.BestFit(8), tmp_path / "out2")
 
 
+def test_the_fleet_reads_the_files_that_the_command_reads(tmp_path):
+    """Hidden ones, and marks of Spark, are no documents; a name with _ may be one, and so may what is below a hidden
+    folder that was named."""
+    above = tmp_path / ".home" / "in"
+    for number, name in enumerate(["a.jsonl", "b/c.jsonl", "_d.jsonl", ".e/a.jsonl", "b/.f.jsonl"], start=1):
+        (above / name).parent.mkdir(parents=True, exist_ok=True)
+        (above / name).write_text(json.dumps({"input_ids": [number] * 3}))
+    (above / "_SUCCESS").touch()
+    rows = datasets.Dataset.from_dict({"input_ids": [[number] * 3 for number in (1, 2, 3)]})
+    for data in (str(above), f"{above}/**/*.jsonl"):
+        packed = hfp.fleet.pack(data, hfp.BestFit(3), tmp_path / f"out{len(data)}")
+        made = datasets.load_dataset("parquet", data_files=packed.data_files, split="train")
+        assert sorted(made["input_ids"][:]) == rows["input_ids"][:]
+    (tmp_path / "tokens.arrow").touch()
+    assert sorted(Documents(str(above)).tokens(None, tmp_path / "tokens.arrow")["input_ids"][:]) == rows["input_ids"][:]
+    assert [*find_inputs(above / "_d.jsonl", {})] == [str(above / "_d.jsonl")]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
     st.text(st.characters(codec="utf-8", exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=9)
@@ -141,6 +160,13 @@ def test_standard_input(tmp_path, tokenizer, data, monkeypatch):
         data = f"/dev/fd/{reads}"
     assert main(["pack", data, "--tokenizer", tokenizer, "--max-length", "8", "--output", str(tmp_path / "out")]) == 0
     assert sorted(hfp.unpack(datasets.load_from_disk(tmp_path / "out"))["input_ids"][:]) == [[1], [2, 1]]
+
+
+def test_standard_input_of_tokens(tmp_path, monkeypatch):
+    lines = b'{"input_ids": [5, 6, 7]}\n{"input_ids": [8, 9]}\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    assert main(["pack", "-", "--max-length", "8", "--output", str(tmp_path / "out")]) == 0
+    assert sorted(hfp.unpack(datasets.load_from_disk(tmp_path / "out"))["input_ids"][:]) == [[5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("installed", [True, False])

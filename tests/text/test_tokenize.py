@@ -307,11 +307,42 @@ def test_messages_that_say_not_to_train_on_them(said, template):
         hfp.tokenize({"messages": [chat]}, tokenizer, train_on="all")
 
 
-@pytest.mark.parametrize("weight", ["1", float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", ["1", float("nan"), float("inf"), -1e300, 10**400])
 def test_weights_of_messages_are_finite_numbers(weight):
     chat = [PLAIN[0], {**PLAIN[1], "weight": weight}]
-    with pytest.raises(hfp.PackingError, match=f"weight: expected a finite number in a message, got {weight!r}"):
+    said = f"weight: expected a finite number in a message, of at most 3e\\+38, got {weight!r:.20}"
+    with pytest.raises(hfp.PackingError, match=said):
         hfp.tokenize({"messages": [chat]}, tokenizer_with(CHATML))
+
+
+@pytest.mark.parametrize(
+    "calls", ["abc", {"name": "f"}, [["a"]], [{"function": "f"}], [{"function": None, "name": "f"}]]
+)
+@pytest.mark.parametrize("function", [hfp.tokenize, hfp.branches])
+def test_calls_of_tools_that_are_none_are_named(function, calls):
+    chat = [PLAIN[0], {**PLAIN[1], "tool_calls": calls}]
+    with pytest.raises(hfp.PackingError, match="row 0: message 1: expected a list of calls in tool_calls, got"):
+        function({"messages": [chat]}, tokenizer_with(CHATML))
+
+
+@pytest.mark.parametrize("name", ["chat_template", "add_generation_prompt", "continue_final_message"])
+def test_arguments_that_the_template_does_not_read_are_refused(name):
+    row = {"messages": [PLAIN], "chat_template_kwargs": [{name: True}]}
+    said = f"expected chat_template_kwargs that the chat template reads, got '{name}'"
+    with pytest.raises(hfp.PackingError, match=said):
+        hfp.tokenize(row, tokenizer_with(CHATML))
+    with pytest.raises(hfp.PackingError, match=said):
+        hfp.branches({"messages": [PLAIN]}, tokenizer_with(CHATML), chat_template_kwargs={name: True})
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.5}, {"train": False}, {"masked": True}])
+def test_a_weight_of_prompts_does_not_train_on_messages_with_marks_of_their_own(mark):
+    row = {"prompt": [PLAIN[0], {**PLAIN[1], **mark}, PLAIN[2]], "completion": [PLAIN[3]]}
+    rows = {name: [value] for name, value in row.items()}
+    with pytest.raises(hfp.PackingError, match="row 0: prompt_weight: expected prompts of messages without weights"):
+        hfp.tokenize(rows, tokenizer_with(CHATML), prompt_weight=0.1)
+    (labels,) = hfp.tokenize(rows, tokenizer_with(CHATML))["labels"]
+    assert {*labels} > {-100}
 
 
 @pytest.mark.parametrize("name", ["train", "trainable", "masked"])
