@@ -394,3 +394,26 @@ def test_weights_of_other_types_are_refused(wrong, tmp_path):
     hfp.attach(trainer, hfp.TokenBudget(8, max_length=2, overflow="split"))
     with pytest.raises(hfp.PackingError, match="column 'loss_weights': expected no such column beside 'loss_weight'"):
         trainer.train()
+
+
+def masks_some(outputs, labels, num_items_in_batch):
+    labels = F.pad(labels, (0, 1), value=-100)[0, 1:]
+    labels = labels.masked_fill(labels % 5 == 0, -100)
+    return F.cross_entropy(outputs.logits[0], labels, reduction="sum") / num_items_in_batch
+
+
+def other_index(outputs, labels, num_items_in_batch):
+    labels = F.pad(labels, (0, 1), value=-100)[0, 1:]
+    labels = labels.masked_fill(labels == -100, -1)
+    return F.cross_entropy(outputs.logits[0], labels, ignore_index=-1, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("loss", [masks_some, other_index])
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize(("data", "of_mean"), [(weighted("loss_weight"), None), (documents(45), "sequence")])
+def test_labels_that_change_after_they_were_weighted_are_refused(loss, kind, data, of_mean, tmp_path):
+    trainer = trainer_of(tmp_path, kind, data=data)
+    trainer.compute_loss_func = loss
+    hfp.attach(trainer, hfp.TokenBudget(64), loss=of_mean, prove="model")
+    with pytest.raises(hfp.PackingError, match="loss: expected a cross-entropy of the labels of the batch, got other"):
+        trainer.train()

@@ -6,12 +6,15 @@ Each relative is a trainer that somebody may have. What it trains is known, so t
 import copy
 import os
 import re
+import types
 from contextvars import ContextVar
 
+import accelerate
 import datasets
 import peft
 import pytest
 import torch
+import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from changing_layers import (
     DelayedScaling,
@@ -822,13 +825,14 @@ class LearnsItsWeight(Trainer):
 
 
 @pytest.mark.parametrize("prove", ["first batch", "model"])
-def test_tensors_of_the_trainer_are_as_after_one_step(tmp_path, prove):
+@pytest.mark.parametrize("shape", [(), (2**17,)])
+def test_tensors_of_the_trainer_are_as_after_one_step(tmp_path, prove, shape):
     trainer = trainer_of(tmp_path, LearnsItsWeight, build("Llama"), max_steps=1)
-    trainer.mean, trainer.log_variance = torch.zeros(()), nn.Parameter(torch.zeros(()))
+    trainer.mean, trainer.log_variance = torch.zeros(shape), nn.Parameter(torch.zeros(()))
     hfp.attach(trainer, BUDGET, prove=prove)
     trainer.train()
     loss = trainer.state.log_history[0]["loss"]  # exp(0) and 0 leave it as it is
-    assert float(trainer.mean) == pytest.approx(loss / 2, rel=1e-3)
+    assert float(trainer.mean.max()) == float(trainer.mean.min()) == pytest.approx(loss / 2, rel=1e-3)
     assert float(trainer.log_variance.grad) == pytest.approx(1 - loss, rel=1e-3)
 
 
@@ -921,16 +925,107 @@ def test_a_training_step_of_your_own_trains(tmp_path):
     assert trainer.counted == 2
 
 
-def test_places_in_the_loss_function_of_the_model_are_found(tmp_path):
-    trainer = with_long_documents(tmp_path, plain)
-    trainer = trainer_of(tmp_path, model=trainer.model, data=trainer.train_dataset)
-    own = trainer.model.loss_function
-    trainer.model.loss_function = lambda logits, labels, *given, **named: own(
-        logits, labels.masked_fill(torch.arange(labels.shape[1]) >= PLACE, -100), *given, **named
-    )
+def masked_by_place(labels):
+    return labels.masked_fill(torch.arange(labels.shape[1]) >= PLACE, -100)
+
+
+def by_its_loss_function(model):
+    own = model.loss_function
+    model.loss_function = lambda logits, labels, *given, **named: own(logits, masked_by_place(labels), *given, **named)
+
+
+def by_its_own_forward(model):
+    own = model.forward
+
+    def forward(self, *, labels=None, **named):  # noqa: ARG001
+        return own(labels=None if labels is None else masked_by_place(labels), **named)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def by_a_hook(model):
+    def hook(_, given, named):
+        return given, named | ({"labels": masked_by_place(named["labels"])} if "labels" in named else {})
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class MasksByPlace(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **named):
+        return super().forward(input_ids, labels=None if labels is None else masked_by_place(labels), **named)
+
+
+def by_its_class(model):
+    model.__class__ = MasksByPlace
+
+
+@pytest.mark.parametrize("change", [by_its_loss_function, by_its_own_forward, by_a_hook, by_its_class])
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_places_in_code_of_the_model_are_found(change, is_loop, tmp_path):
+    trainer, batching = with_long_documents(tmp_path, plain), hfp.TokenBudget(256, seed=1)
+    change(trainer.model)
+
+    def train():
+        if is_loop:
+            return next(iter(loop_of(trainer.model, trainer.train_dataset, batching)))
+        attached = trainer_of(tmp_path, model=trainer.model, data=trainer.train_dataset)
+        hfp.attach(attached, batching)
+        return attached.train()
+
+    with pytest.raises(hfp.PackingError, match="with the documents in the opposite order, so it depends on places in"):
+        train()
+
+
+def loop_of(model, data, batching):
+    return hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), data, batching, model=model)
+
+
+def test_places_in_the_loss_of_an_evaluation_are_found(tmp_path):
+    trainer = with_long_documents(tmp_path, up_to_a_place)
     hfp.attach(trainer, hfp.TokenBudget(256, seed=1))
     with pytest.raises(hfp.PackingError, match="with the documents in the opposite order, so it depends on places in"):
-        trainer.train()
+        trainer.evaluate(trainer.train_dataset)
+
+
+def test_terms_of_an_evaluation_that_start_later_are_found(tmp_path):
+    class Evaluates(StartsLater):
+        def compute_loss(self, model, *given, **named):
+            step = self.state.global_step
+            self.state.global_step = 0 if model.training else step
+            try:
+                return super().compute_loss(model, *given, **named)
+            finally:
+                self.state.global_step = step
+
+    trainer = of(Evaluates)(tmp_path)
+    hfp.attach(trainer, BUDGET)
+    trainer.evaluate(trainer.train_dataset)
+    trainer.train()
+    with pytest.raises(hfp.PackingError, match=DIFFERS):
+        trainer.evaluate(trainer.train_dataset)
+
+
+def test_terms_of_hooks_that_start_later_are_found_in_loops(tmp_path):
+    trainer, steps = of()(tmp_path), []
+    model = trainer.model
+
+    def hook(_, __, outputs):
+        if len(steps) > 1 and outputs.loss is not None:
+            outputs.loss = outputs.loss + outputs.logits[:, 0].square().mean()
+        return outputs
+
+    model.register_forward_hook(hook)
+    loader = loop_of(model, trainer.train_dataset, hfp.TokenBudget(64))
+
+    def train():
+        for batch in loader:
+            hfp.compute_loss(model, batch).backward()
+            model.zero_grad()
+            steps.append(batch)
+
+    with pytest.raises(hfp.PackingError, match=DIFFERS):
+        train()
+    assert len(steps) == 2
 
 
 class StartsLater(OwnLoss):
