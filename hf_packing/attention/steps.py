@@ -79,8 +79,6 @@ class StepRunner:
                 stack.enter_context(runner.undisturbed(mode, as_trained=True, without=without))
             self.parameters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
             kept: list[tuple[Tensor, Tensor | None]] = [(each, each.grad) for each in self.model.parameters()]
-            if not is_compiled:
-                stack.enter_context(ConstantDraws())
             # a wrapper that runs the backward pass itself, as DeepSpeed's, keeps gradients where no step can leave them
             stack.enter_context(torch.set_grad_enabled(training and not hasattr(self.model, "backward")))
             held = ObjectSnapshot(self.holders, (*self.without, *modules))
@@ -88,7 +86,8 @@ class StepRunner:
             kept += [(each, each.grad) for each in held.tensors if each.is_leaf]
             tensors = TensorSnapshot(each.detach() for each in held.tensors if not each.is_inference())
             stack.callback(tensors.restore)
-            stack.enter_context(tensors)
+            for mode in () if is_compiled else (ConstantDraws(), tensors):  # under another mode, torch compiles anew
+                stack.enter_context(mode)
             for config in configurations(self.runners[0].model) if self.without_router_losses else ():
                 if getattr(config, "output_router_logits", False):
                     stack.enter_context(temporarily(config, output_router_logits=False))
