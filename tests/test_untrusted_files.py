@@ -143,7 +143,9 @@ def test_chat_templates_run_in_a_sandbox():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = datasets.Dataset.from_list([{"messages": chat, "chat_template_kwargs": {"chat_template": "of the row"}}])
     made = tokenizer_with(FROM_TRL["qwen3"])
-    assert "of the row" not in made.decode(hfp.tokenize(rows, made)[0]["input_ids"])
+    with pytest.raises(hfp.PackingError, match="expected chat_template_kwargs that the chat template reads, got 'chat"):
+        hfp.tokenize(rows, made)
+    rows = rows.remove_columns("chat_template_kwargs")
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(hfp.PackingError, match="unsafe"):
         hfp.tokenize(rows, made, chat_template=template)
