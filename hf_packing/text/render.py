@@ -347,9 +347,8 @@ def messages_of(value: Any) -> list[Fields]:
                     f"{str(message)[:40]}"
                 )
         calls = messages[-1].get("tool_calls") or []
-        for call in calls if isinstance(calls, list) else [calls]:
-            if calls is call or not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
-                raise BadRowError(f"message {number}: expected a list of calls in tool_calls, got {str(calls)[:40]}")
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise BadRowError(f"message {number}: expected a list of calls in tool_calls, got {str(calls)[:40]}")
         for part in texts if isinstance(texts := messages[-1].get("content"), list) else []:
             match part:
                 case {"text": str()}:
@@ -357,6 +356,11 @@ def messages_of(value: Any) -> list[Fields]:
                 case _:
                     raise BadRowError(f"message {number}: expected text, got a part for a processor: {str(part)[:40]}")
     return messages
+
+
+def _is_call(value: Any) -> bool:
+    """Return whether a value is a call of a function, also one without a type around it."""
+    return isinstance(value, Mapping) and isinstance(value.get("function", value), Mapping)
 
 
 def settings_of(row: Fields) -> Fields:

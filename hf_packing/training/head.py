@@ -282,7 +282,7 @@ class Logits(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name_of(function)
         waits = name in ("register_hook", "retain_grad") and args[0].known is None
-        if waits and not _maker_of(*args[1:]).startswith(_WAITING):
+        if waits and not maker_of(*args[1:]).startswith(_WAITING):
             if args[0].head.sums:
                 raise _refusal(name)
             # no loss is computed yet, so it can be one of whole rows
@@ -482,7 +482,7 @@ def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel)
     if torch.compiler.is_compiling() or any(map(compiles_forward, around)):
         return "the output layer is compiled", False
     hooks = chain(*map(backward_hooks, around))
-    if not all(_maker_of(hook).startswith("torch.distributed.") for hook in hooks):
+    if not all(maker_of(hook).startswith("torch.distributed.") for hook in hooks):
         return "the output layer, or a module around it, has a backward hook", False
     if any(isinstance(module, FullyShardedDataParallel) for module in around[around.index(inner) :]):
         return "the first version of FSDP shards the output layer on its own", True
@@ -498,9 +498,11 @@ _WAITING = ("torch.distributed.", "deepspeed.", "lightning")
 DeepSpeed and Lightning's Fabric only wait for the backward pass."""
 
 
-def _maker_of(hook: Any = None) -> str:
-    """Return the name of the module that a hook is from."""
-    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
+def maker_of(function: Any = None) -> str:
+    """Return the name of the module that a function is from; of methods, partial functions and patches, of what they
+    call."""
+    called = getattr(function, "__func__", getattr(function, "func", function))
+    return str(getattr(called, "__module__", ""))
 
 
 def _is_distributed(layer: nn.Module) -> bool:

@@ -98,8 +98,8 @@ class LoopSteps:
         if self.prove_on is not None:
             model = prepared_model(self.accelerator, self.prove_on)
             with self.accelerator.autocast():
-                make, is_own = partial(self.step_case, model, batch), partial(has_own_code, model)
-                self.proof.check(model, batch, "training", lambda _: make(), step, is_own)
+                is_own = partial(has_own_code, model)
+                self.proof.check(model, batch, "training", lambda _: self.step_case(model, batch), step, is_own)
 
 
 class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate has no types

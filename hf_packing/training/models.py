@@ -35,6 +35,7 @@ from hf_packing.checks import check_choice, check_type, expect
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import check_labels_are_hidden
+from hf_packing.training.head import maker_of
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.upstream.accelerate import prepared_models
 from hf_packing.upstream.torch import HOOKS
@@ -148,10 +149,8 @@ def has_own_code(model: nn.Module, *functions: Any) -> bool:
     found = [*functions, getattr(inner_model(model), "loss_function", None)]
     for own, module in ((vars(each), each) for each in model.modules()):
         found += own.get("forward") or type(module).forward, *chain(*(own[name].values() for name in HOOKS))
-    # patches and methods say what they call, and so do partial functions
-    called = [getattr(each, "__func__", getattr(each, "func", each)) for each in found if each is not None]
     libraries = (__package__.partition(".")[0] + ".", *_LIBRARIES)
-    return not all(getattr(each, "__module__", "").startswith(libraries) for each in called)
+    return not all(maker_of(each).startswith(libraries) for each in found if each is not None)
 
 
 def _describe(model: PreTrainedModel) -> str:
